@@ -1,0 +1,1 @@
+"""Fast functions on plain arrays; knows nothing of flax, configs or meshes."""
