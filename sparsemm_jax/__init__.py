@@ -1,0 +1,1 @@
+"""Sparse, natively multimodal, long-context models in JAX."""
