@@ -1,0 +1,146 @@
+"""The public attention-residual functions: checks, then the implementation."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch
+from pallas_kernels.attn_res import reference
+
+
+def attn_res(
+    sources: Sequence[Float[Array, "... d"]] | Float[Array, "s ... d"],
+    pseudo_query: Float[Array, " d"],
+    key_scale: Float[Array, " d"],
+    *,
+    eps: float = 1e-6,
+    implementation: dispatch.Implementation = None,
+) -> Float[Array, "... d"]:
+  """Mixes depth sources by a softmax over their normalised agreement.
+
+  h = sum_i p_i v_i,  p = softmax_i(pseudo_query . (key_scale * v_i / rms(v_i)))
+
+  The values are not normalised, the logits not divided by sqrt(D). A zero
+  pseudo_query gives the mean of the sources.
+
+  Args:
+    sources: S arrays [..., D] of one shape and dtype, or one array [S, ..., D].
+    pseudo_query: [D] a parameter, the same for every token.
+    key_scale: [D] the key norm's gain.
+    eps: added to the mean square under the root.
+    implementation: "reference", a sequence of names tried in order, or None
+      for the best on this device.
+
+  Returns:
+    [..., D] in the sources' dtype; computed in fp32 and cast once.
+
+  Raises:
+    ValueError: no source, or shapes or dtypes that do not fit together.
+    NotImplementedError: nothing that was asked for serves these arguments.
+
+  Source: Attention Residuals, section 3, arXiv:2603.15031.
+  """
+  if not isinstance(sources, jax.Array):
+    sources = tuple(sources)
+  _check_sources(sources, pseudo_query.shape)
+  query = _query(pseudo_query, key_scale)[None]
+  candidates = {
+      "reference": lambda: reference.stats(eps, sources, query)[0][0],
+  }
+  return dispatch.run("attn_res", candidates, implementation)
+
+
+def attn_res_stats(
+    bank: Float[Array, "s ... d"],
+    pseudo_queries: Float[Array, "q d"],
+    key_scales: Float[Array, "q d"],
+    *,
+    eps: float = 1e-6,
+) -> tuple[Float[Array, "q ... d"], Float[Array, "q ..."]]:
+  """Mixes the finished sources for all layers of a block at once.
+
+  For each query, attn_res over the bank alone and the log-sum-exp of its
+  logits, with which attn_res_merge adds the block's running prefix.
+
+  Args:
+    bank: [S, ..., D] finished sources, S >= 1.
+    pseudo_queries: [Q, D] one per layer.
+    key_scales: [Q, D] one per layer.
+    eps: added to the mean square under the root.
+
+  Returns:
+    partial: [Q, ..., D] normalised mixes, in bank's dtype.
+    log_sum_exp: [Q, ...] fp32.
+
+  Raises:
+    ValueError: no source, or shapes that do not fit together.
+
+  Source: Attention Residuals, algorithm 1 (phase 1), arXiv:2603.15031.
+  Deviation: the partial is normalised, so that rounding it to bf16 does not
+  grow with the number of sources.
+  """
+  _check_sources(bank, pseudo_queries.shape[1:])
+  return reference.stats(eps, bank, _query(pseudo_queries, key_scales))
+
+
+def attn_res_merge(
+    partial: Float[Array, "... d"],
+    log_sum_exp: Float[Array, "..."],
+    prefix: Float[Array, "... d"],
+    pseudo_query: Float[Array, " d"],
+    key_scale: Float[Array, " d"],
+    *,
+    eps: float = 1e-6,
+) -> Float[Array, "... d"]:
+  """Adds the running prefix to one layer's mix of the finished sources.
+
+  Equal to attn_res over the bank's sources and the prefix.
+
+  Args:
+    partial: [..., D] that layer's row of attn_res_stats.
+    log_sum_exp: [...] fp32, likewise.
+    prefix: [..., D] the block's running sum.
+    pseudo_query: [D].
+    key_scale: [D].
+    eps: added to the mean square under the root.
+
+  Returns:
+    [..., D] in prefix's dtype.
+
+  Raises:
+    ValueError: shapes that do not fit together.
+
+  Source: Attention Residuals, algorithm 1 (phase 2), arXiv:2603.15031.
+  """
+  _check_sources((prefix,), pseudo_query.shape)
+  if partial.shape != prefix.shape or log_sum_exp.shape != prefix.shape[:-1]:
+    raise ValueError(
+        f"partial {partial.shape} and log_sum_exp {log_sum_exp.shape} do not"
+        f" fit prefix {prefix.shape}"
+    )
+  query = _query(pseudo_query, key_scale)
+  return reference.merge(eps, partial, log_sum_exp, prefix, query)
+
+
+def _query(pseudo_query, key_scale):
+  """Only the product of query and key gain matters to a logit."""
+  if pseudo_query.shape != key_scale.shape:
+    raise ValueError(
+        f"pseudo_query {pseudo_query.shape} and key_scale {key_scale.shape}"
+        " differ in shape"
+    )
+  return pseudo_query.astype(jnp.float32) * key_scale.astype(jnp.float32)
+
+
+def _check_sources(sources, query_shape):
+  if len(sources) == 0:
+    raise ValueError("attn_res needs at least one source")
+  kinds = sorted({f"{v.dtype}{list(v.shape)}" for v in sources})
+  if len(kinds) > 1:
+    raise ValueError(f"sources differ in shape or dtype: {kinds}")
+  if sources[0].shape[-1:] != query_shape:
+    raise ValueError(
+        f"sources {kinds[0]} do not fit a pseudo-query {list(query_shape)}"
+    )

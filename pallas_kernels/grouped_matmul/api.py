@@ -1,0 +1,64 @@
+"""The public grouped matrix product: checks, then the best implementation."""
+
+import functools
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import dispatch
+from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.grouped_matmul import xla
+
+# Best first; each raises NotImplementedError where it cannot serve.
+_IMPLEMENTATIONS = {
+    "xla": xla.grouped_matmul,
+    "reference": reference.grouped_matmul,
+}
+
+
+def grouped_matmul(
+    lhs: Float[Array, "m i"],
+    rhs: Float[Array, "e i n"],
+    group_sizes: Int[Array, " e"],
+    *,
+    implementation: dispatch.Implementation = None,
+) -> Float[Array, "m n"]:
+  """Multiplies each group of consecutive rows by that group's matrix.
+
+  out[r] = lhs[r] @ rhs[e] for the rows r of group e; group e holds the
+  group_sizes[e] rows after those of the groups before it. Rows past the last
+  group give 0 and get gradient 0 whatever they hold; an empty group's weight
+  gradient is exactly 0. No row is ever dropped.
+
+  Args:
+    lhs: [M, I] rows, sorted by group.
+    rhs: [E, I, N] one matrix per group, in lhs's dtype.
+    group_sizes: [E] int32 rows per group, with a sum of at most M.
+    implementation: "xla", "reference", a sequence of names tried in order, or
+      None for the best on this device.
+
+  Returns:
+    [M, N] in lhs's dtype, accumulated in fp32.
+
+  Raises:
+    ValueError: shapes or dtypes that do not fit together.
+    NotImplementedError: nothing that was asked for serves these arguments.
+  """
+  if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1]:
+    raise ValueError(
+        f"lhs [M, I] and rhs [E, I, N] needed, got {lhs.shape}, {rhs.shape}"
+    )
+  if lhs.dtype != rhs.dtype or not jnp.issubdtype(lhs.dtype, jnp.floating):
+    raise ValueError(
+        f"lhs and rhs need one float dtype, got {lhs.dtype}, {rhs.dtype}"
+    )
+  if group_sizes.shape != rhs.shape[:1] or group_sizes.dtype != jnp.int32:
+    raise ValueError(
+        f"group_sizes must be int32[{rhs.shape[0]}], got"
+        f" {group_sizes.dtype}{list(group_sizes.shape)}"
+    )
+  candidates = {
+      name: functools.partial(function, lhs, rhs, group_sizes)
+      for name, function in _IMPLEMENTATIONS.items()
+  }
+  return dispatch.run("grouped_matmul", candidates, implementation)

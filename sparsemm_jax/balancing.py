@@ -1,0 +1,263 @@
+"""Top-k routing, and the rules that keep the experts' loads equal.
+
+Everything here is a pure function of arrays. The bias is a state, not a
+parameter: it is added to the scores for selection only, held fixed for a whole
+optimizer step, and replaced (quantile_bias) or nudged (sign_bias) after it from
+integer counts. Counts of micro-batches and of shards are summed before the
+update, so the result does not depend on how a batch was cut.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+class Routing(NamedTuple):
+  """Where each token goes, and by how much each visit counts."""
+
+  expert_indices: Int[Array, "g a"]  # int32, best first
+  combine_weights: Float[Array, "g a"]  # fp32, sum to 1 over a
+  cutoff: Float[Array, " g"]  # fp32, the biased score that just missed
+
+
+def route(
+    scores: Float[Array, "g e"],
+    bias: Float[Array, " e"],
+    num_experts_per_token: int,
+) -> Routing:
+  """Selects each token's experts by biased score and weighs them without bias.
+
+  expert_indices = the A largest of scores + bias (ties: the lower index)
+  combine_weights = scores_j / (sum of the selected scores + 1e-20)
+  cutoff = the (A+1)-th largest of scores + bias
+
+  With A = E nothing is left out and the cutoff is the smallest biased score:
+  the margins stay within the histogram's range.
+
+  Args:
+    scores: [G, E] router scores in [0, 1]; the gradient reaches them through
+      combine_weights alone.
+    bias: [E] fp32 selection bias, without gradient.
+    num_experts_per_token: A, between 1 and E.
+
+  Returns:
+    The routing; see Routing.
+
+  Raises:
+    ValueError: shapes that do not match, or A outside [1, E].
+
+  Source: Kimi K3 report, eq. 13-14, arXiv:2607.24653.
+  """
+  num_experts = scores.shape[-1]
+  if scores.ndim != 2 or bias.shape != (num_experts,):
+    raise ValueError(
+        f"scores [G, E] and bias [E] needed, got {scores.shape}, {bias.shape}"
+    )
+  if not 1 <= num_experts_per_token <= num_experts:
+    raise ValueError(
+        f"{num_experts_per_token=} is not between 1 and {num_experts=}"
+    )
+  scores = scores.astype(jnp.float32)
+  biased = jax.lax.stop_gradient(scores + bias.astype(jnp.float32)[None])
+  values, indices = jax.lax.top_k(
+      biased, min(num_experts_per_token + 1, num_experts)
+  )
+  indices = indices[:, :num_experts_per_token]
+  selected = jnp.take_along_axis(scores, indices, axis=-1)
+  total = jnp.sum(selected, axis=-1, keepdims=True)
+  return Routing(indices, selected / (total + 1e-20), values[:, -1])
+
+
+def margin_histogram(
+    scores: Float[Array, "g e"],
+    cutoff: Float[Array, " g"],
+    bias: Float[Array, " e"],
+    *,
+    num_bins: int = 1000,
+    token_mask: Bool[Array, " g"] | None = None,
+) -> Int[Array, "e bins"]:
+  """Counts, per expert, the bias each token would need to select that expert.
+
+  r_ij = cutoff_i - scores_ij, counted in bin floor((r - lo) bins / (hi - lo)),
+  lo = min(bias) - 1, hi = max(bias) + 1. Integer counts: histograms of
+  micro-batches and shards add up to that of the whole bit for bit.
+
+  Args:
+    scores: [G, E] router scores in [0, 1], without the bias.
+    cutoff: [G] from route, under the same bias.
+    bias: [E] fp32, the bias of the whole optimizer step.
+    num_bins: bins per expert; the quantile's error is at most one bin.
+    token_mask: [G] True where a token counts (False at padding), or None.
+
+  Returns:
+    [E, num_bins] int32. Each row sums to the number of counted tokens; a NaN
+    margin is in no bin.
+
+  Source: Kimi K3 report, appendix D, arXiv:2607.24653.
+  """
+  scores, cutoff, bias = jax.lax.stop_gradient((scores, cutoff, bias))
+  low, high = _margin_range(bias)
+  margins = cutoff[:, None].astype(jnp.float32) - scores.astype(jnp.float32)
+  # Multiplied before it is divided: a margin of 0 must not slip a bin down.
+  position = jnp.floor((margins - low) * num_bins / (high - low))
+  counted = ~jnp.isnan(position)
+  if token_mask is not None:
+    counted &= token_mask[:, None]
+  num_experts = scores.shape[-1]
+  bins = jnp.clip(position, 0, num_bins - 1).astype(jnp.int32)
+  flat = bins + jnp.arange(0, num_experts * num_bins, num_bins, jnp.int32)[None]
+  return _count(
+      jnp.where(counted, flat, num_experts * num_bins), num_experts * num_bins
+  ).reshape(num_experts, num_bins)
+
+
+def quantile_bias(
+    histogram: Int[Array, "e bins"],
+    bias: Float[Array, " e"],
+    *,
+    num_experts_per_token: int,
+) -> Float[Array, " e"]:
+  """Replaces the bias by the margins' quantile at which every load is equal.
+
+  q = m A / E of the m counted tokens should reach each expert: the new bias is
+  the q-th smallest margin, read from the first bin whose cumulative count
+  reaches ceil(q) and interpolated within it, then mean-centred.
+
+  Args:
+    histogram: [E, num_bins] int32 margin_histogram of the whole step.
+    bias: [E] fp32, the bias under which the histogram was taken.
+    num_experts_per_token: A.
+
+  Returns:
+    [E] fp32 bias for the next step; bias itself if nothing was counted.
+
+  Source: Kimi K3 report, eq. 14 and appendix D, arXiv:2607.24653.
+  """
+  num_experts, num_bins = histogram.shape
+  bias = bias.astype(jnp.float32)
+  low, high = _margin_range(bias)
+  cumulative = jnp.cumsum(histogram, axis=-1)
+  tokens = cumulative[:, -1]
+  # q = whole + part / E in integers, without forming tokens * A.
+  part = (tokens % num_experts) * num_experts_per_token
+  whole = (tokens // num_experts) * num_experts_per_token + part // num_experts
+  part = part % num_experts
+  target = whole + (part > 0)
+  index = jnp.argmax(cumulative >= target[:, None], axis=-1)
+  in_bin = jnp.take_along_axis(histogram, index[:, None], axis=-1)[:, 0]
+  upto = jnp.take_along_axis(cumulative, index[:, None], axis=-1)[:, 0]
+  needed = (whole - (upto - in_bin)) + part.astype(jnp.float32) / num_experts
+  fraction = jnp.clip(needed / jnp.maximum(in_bin, 1), 0.0, 1.0)
+  estimate = low + (index + fraction) * (high - low) / num_bins
+  estimate = jnp.where(tokens > 0, estimate, bias)
+  centred = estimate - jnp.mean(estimate)
+  return jnp.where(jnp.any(tokens > 0), centred, bias)
+
+
+def sign_bias(
+    counts: Int[Array, " e"], bias: Float[Array, " e"], *, step_size: float
+) -> Float[Array, " e"]:
+  """Moves the bias one step up where the load is below the mean, down above.
+
+  bias + step_size * sign(mean(counts) - counts)
+
+  Args:
+    counts: [E] int32 tokens per expert over the whole step.
+    bias: [E] fp32, the bias under which they were counted.
+    step_size: score units per optimizer step, e.g. 1e-3.
+
+  Returns:
+    [E] fp32 bias for the next step.
+
+  Source: loss-free balancing, arXiv:2408.15664.
+  """
+  total = jnp.sum(counts)
+  whole, part = total // counts.size, total % counts.size
+  # The sign of mean - count in integers: the halves settle count == floor(mean).
+  direction = jnp.sign(2 * (whole - counts) + (part > 0))
+  return bias.astype(jnp.float32) + step_size * direction
+
+
+def switch_loss(
+    scores: Float[Array, "g e"],
+    expert_indices: Int[Array, "g a"],
+    *,
+    weight: float,
+    token_mask: Bool[Array, " g"] | None = None,
+) -> Float[Array, ""]:
+  """Penalises loads and scores that pile up on the same experts.
+
+  weight * E * sum_j f_j P_j, f_j the share of the assignments that reach
+  expert j, P_j the mean over tokens of scores_j / sum(scores). Its value at
+  uniform loads is weight; the gradient goes through P alone.
+
+  Args:
+    scores: [G, E] router scores.
+    expert_indices: [G, A] int32 from route.
+    weight: the loss's coefficient, e.g. 1e-3.
+    token_mask: [G] True where a token counts, or None.
+
+  Returns:
+    fp32 scalar; 0 if no token counts.
+
+  Source: Switch Transformers, eq. 4-6, arXiv:2101.03961.
+  """
+  num_experts = scores.shape[-1]
+  counts = expert_counts(expert_indices, num_experts, token_mask)
+  load = counts / jnp.maximum(jnp.sum(counts), 1)
+  scores = scores.astype(jnp.float32)
+  share = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
+  if token_mask is None:
+    mean_share = jnp.mean(share, axis=0)
+  else:
+    tokens = jnp.maximum(jnp.sum(token_mask), 1)
+    mean_share = (
+        jnp.sum(jnp.where(token_mask[:, None], share, 0.0), axis=0) / tokens
+    )
+  return weight * num_experts * jnp.sum(load * mean_share)
+
+
+def expert_counts(
+    expert_indices: Int[Array, "g a"],
+    num_experts: int,
+    token_mask: Bool[Array, " g"] | None = None,
+) -> Int[Array, " e"]:
+  """Counts the tokens each expert was assigned.
+
+  Args:
+    expert_indices: [G, A] int32 from route.
+    num_experts: E.
+    token_mask: [G] True where a token counts, or None.
+
+  Returns:
+    [E] int32.
+  """
+  if token_mask is not None:
+    expert_indices = jnp.where(token_mask[:, None], expert_indices, num_experts)
+  return _count(expert_indices, num_experts)
+
+
+def max_violation(counts: Int[Array, " e"]) -> Float[Array, ""]:
+  """Returns max(counts) / mean(counts) - 1 in fp32; 0 if nothing was counted.
+
+  Args:
+    counts: [E] int32 tokens per expert.
+
+  Source: loss-free balancing, arXiv:2408.15664.
+  """
+  mean = jnp.sum(counts) / counts.size
+  return jnp.where(mean > 0, jnp.max(counts) / jnp.maximum(mean, 1e-9) - 1, 0.0)
+
+
+def _margin_range(bias):
+  """The margins' range: scores in [0, 1] and a cutoff that is one of them."""
+  return jnp.min(bias) - 1.0, jnp.max(bias) + 1.0
+
+
+def _count(indices, length):
+  """[length] int32 occurrences; an index of `length` or more is not counted."""
+  return jnp.zeros(length, jnp.int32).at[indices.reshape(-1)].add(
+      1, mode="drop"
+  )

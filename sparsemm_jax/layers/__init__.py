@@ -1,0 +1,1 @@
+"""Linen modules: each holds parameters and calls functions on arrays."""
