@@ -1,0 +1,64 @@
+"""Handwritten digits with questions about them.
+
+The images are the 1797 real 8x8 digits bundled with scikit-learn (a part of
+the UCI test set of handwritten digits). The question settles the form of the
+answer, and question and label together settle its text.
+"""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+_WORDS = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
+    "nine",
+)  # fmt: skip
+
+# {digit}, {word}, {parity} and {next} are filled in from the label.
+QUESTIONS = (
+    ("What digit is this?", "{digit}"),
+    ("Which numeral do you see?", "{digit}"),
+    ("Spell the number.", "{word}"),
+    ("Write the digit as a word.", "{word}"),
+    ("Describe the image.", "A handwritten {word}."),
+    ("What does the picture show?", "It shows the digit {digit}."),
+    ("Even or odd?", "{parity}"),
+    ("Which number comes next?", "{next}"),
+)
+
+
+class Question(NamedTuple):
+  """One question about one image."""
+
+  image: np.ndarray  # [8, 8, 3] uint8
+  question: str
+  answer: str
+
+
+@functools.cache
+def _load() -> tuple[np.ndarray, np.ndarray]:
+  from sklearn import datasets  # slow to import, and not every run needs it
+
+  digits = datasets.load_digits()
+  gray = np.round(digits.images * (255 / 16)).astype(np.uint8)  # from 0..16
+  return np.repeat(gray[..., None], 3, axis=-1), digits.target
+
+
+def num_images() -> int:
+  """Returns how many digits there are."""
+  return len(_load()[0])
+
+
+def ask(image: int, question: int) -> Question:
+  """Returns question number `question` about image number `image`."""
+  images, labels = _load()
+  digit = int(labels[image])
+  text, answer = QUESTIONS[question]
+  values = {
+      "digit": digit,
+      "word": _WORDS[digit],
+      "parity": ("even", "odd")[digit % 2],
+      "next": digit + 1,
+  }
+  return Question(images[image], text, answer.format(**values))
