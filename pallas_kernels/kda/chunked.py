@@ -1,0 +1,286 @@
+"""The chunk form: dense products inside 64 tokens, a scan over the chunks."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+from jax import numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.kda import gate
+from pallas_kernels.kda import intra_chunk as intra
+
+_CHUNK = intra.CHUNK
+# Chunk-local arrays hold this many elements at most: it bounds the memory
+# beyond what grows with T, and is enough work to fill a device.
+_GROUP_ELEMENTS = 2**24
+
+
+def kda(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HV K"],
+    beta: Float[Array, "B T HV"],
+    initial_state: Float[Array, "B HV K V"],
+    runs: Int[Array, "B T"] | None = None,
+    *,
+    scale: float,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
+  """Computes the recurrence of `reference.kda` by chunks of 64 tokens.
+
+    v' = (I + stril(b A))^-1 (b (v - (k e^G) S));  A_ij = k_i e^(G_i-G_j) k_j
+    out = s (q e^G) S + s tril(P) v';              P_ij = q_i e^(G_i-G_j) k_j
+    S <- e^G_end S + (k e^(G_end-G))^T v'
+
+  Decay, inverse and state are fp32; products take operands of the inputs'
+  dtype and accumulate in fp32. The gradient is written out: it keeps the
+  inputs and one state per chunk and computes the rest again.
+
+  Args:
+    q: [B, T, H, K] queries; zero on padding, as are k, v, g and beta.
+    k: [B, T, H, K] keys.
+    v: [B, T, HV, V] values.
+    g: [B, T, HV, K] log decay, nats per token, in the range of
+      `gate.safe_lower_bound`.
+    beta: [B, T, HV] write strength.
+    initial_state: [B, HV, K, V] fp32, the state of run 0.
+    runs: [B, T] int32, see `segments.runs_of`; None is one run.
+    scale: factor on the output.
+
+  Returns:
+    out: [B, T, HV, V] in v's dtype.
+    final_state: [B, HV, K, V] fp32.
+  """
+  return _kda(float(scale), q, k, v, g, beta, initial_state, runs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kda(scale, q, k, v, g, beta, initial_state, runs):
+  out, final_state, _ = _forward(
+      scale, q, k, v, g, beta, initial_state, runs, keep_states=False
+  )
+  return out, final_state
+
+
+def _kda_fwd(scale, *args):
+  out, final_state, states = _forward(scale, *args, keep_states=True)
+  return (out, final_state), (args, states)
+
+
+class _Layout(NamedTuple):
+  """How [B, T, H, ...] arrays become scanned groups of chunks."""
+
+  batch: int
+  tokens: int
+  heads: int
+  value_heads: int
+  groups: int
+  chunks: int  # per group
+
+  def split(self, x, mode="constant"):
+    """[B, T, h, ...] -> [groups, chunks, B * h, C, ...]."""
+    padded = self.groups * self.chunks * _CHUNK
+    pad = [(0, 0)] * x.ndim
+    pad[1] = (0, padded - self.tokens)
+    x = jnp.pad(x, pad, mode=mode)
+    batch, _, heads, *width = x.shape
+    x = x.reshape(batch, self.groups, self.chunks, _CHUNK, heads, *width)
+    x = jnp.moveaxis(x, (1, 2, 0, 4, 3), (0, 1, 2, 3, 4))
+    shape = (self.groups, self.chunks, batch * heads, _CHUNK, *width)
+    return x.reshape(shape)
+
+  def join(self, x):
+    """[groups, chunks, B * h, C, ...] -> [B, T, h, ...]."""
+    x = x.reshape(*x.shape[:2], self.batch, -1, *x.shape[3:])
+    x = jnp.moveaxis(x, (0, 1, 2, 3, 4), (1, 2, 0, 4, 3))
+    x = x.reshape(self.batch, -1, *x.shape[4:])
+    return x[:, : self.tokens]
+
+  def split_runs(self, runs):
+    """[B, T] -> split runs, and the split runs of the tokens before."""
+    if runs is None:
+      return None, None
+    spread = lambda x: jnp.repeat(x[:, :, None], self.value_heads, axis=2)
+    previous = jnp.pad(runs, ((0, 0), (1, 0)))[:, : self.tokens]
+    return tuple(
+        self.split(spread(x), mode="edge") for x in (runs, previous)
+    )
+
+
+def _layout(q, v):
+  batch, tokens, heads, key_width = q.shape
+  value_heads, value_width = v.shape[2:]
+  per_chunk = batch * value_heads * _CHUNK * max(key_width, value_width)
+  most = max(1, _GROUP_ELEMENTS // per_chunk)
+  chunks = max(1, -(-tokens // _CHUNK))
+  groups = -(-chunks // most)
+  return _Layout(
+      batch, tokens, heads, value_heads, groups, -(-chunks // groups)
+  )
+
+
+class _Local(NamedTuple):
+  """What a group of chunks needs that does not depend on the state."""
+
+  q: Array  # [n, Z, C, K], as k, v: accumulator dtype, one head per value head
+  k: Array
+  v: Array
+  beta: Array  # [n, Z, C]
+  masks: tuple  # see intra_chunk.scores
+  factors: intra.Decays
+  left: list  # see intra_chunk.tile_rows
+  right: list
+  qk: Array  # [n, Z, C, C] P, masked
+  kk: Array  # [n, Z, C, C] A, masked
+  inverse: Array  # [n, Z, C, C] (I + b A)^-1
+
+
+def _local(ratio, q, k, v, g, beta, runs, previous) -> _Local:
+  """Computes decays, scores and inverse of [n, Z, C, ...] chunks at once."""
+  operand = gate.operand_dtype(q, k, v)
+  dtype = jnp.promote_types(operand, jnp.float32)
+  q, k = (jnp.repeat(x.astype(dtype), ratio, axis=1) for x in (q, k))
+  v, g, beta = (x.astype(dtype) for x in (v, g, beta))
+  factors = intra.decays(g, runs, previous)
+  masks = intra.pair_masks(runs)
+  left, right = intra.tile_rows(q, k, factors)
+  qk, kk = intra.scores(left, right, masks, operand)
+  inverse = intra.unit_lower_inverse(beta[..., None] * kk)
+  return _Local(
+      q, k, v, beta, masks, factors, left, right, qk, kk, inverse
+  )
+
+
+def _forward(scale, q, k, v, g, beta, initial_state, runs, *, keep_states):
+  """Returns out, final_state and, if asked, the state before each chunk."""
+  operand = gate.operand_dtype(q, k, v)
+  dot = functools.partial(intra.dot, operand=operand)
+  layout = _layout(q, v)
+  key_width, value_width = q.shape[-1], v.shape[-1]
+  ratio = layout.value_heads // layout.heads
+
+  def group(state, xs):
+    local = _local(ratio, *xs)
+    k_entry = local.k * local.factors.entry
+    k_exit = local.k * local.factors.exit
+
+    def chunk(state, x):
+      v, beta, k_entry, k_exit, inverse, end = x
+      error = beta[..., None] * (v - dot("zck,zkv->zcv", k_entry, state))
+      write = dot("zij,zjv->ziv", inverse, error)
+      after = end[..., None] * state + dot("zck,zcv->zkv", k_exit, write)
+      return after, (state, write)
+
+    xs = (local.v, local.beta, k_entry, k_exit, local.inverse)
+    state, (states, write) = jax.lax.scan(
+        chunk, state, (*xs, local.factors.end)
+    )
+    out = dot("nzck,nzkv->nzcv", local.q * local.factors.entry, states)
+    out = scale * (out + dot("nzij,nzjv->nziv", local.qk, write))
+    return state, (out.astype(v.dtype), states if keep_states else None)
+
+  xs = tuple(layout.split(x) for x in (q, k, v, g, beta))
+  state = initial_state.reshape(-1, key_width, value_width)
+  state, (out, states) = jax.lax.scan(
+      group, state, (*xs, *layout.split_runs(runs))
+  )
+  return layout.join(out), state.reshape(initial_state.shape), states
+
+
+def _kda_bwd(scale, residuals, cotangents):
+  (q, k, v, g, beta, initial_state, runs), states = residuals
+  d_out, d_final = cotangents
+  operand = gate.operand_dtype(q, k, v)
+  layout = _layout(q, v)
+  key_width, value_width = q.shape[-1], v.shape[-1]
+  ratio = layout.value_heads // layout.heads
+
+  def group(d_state, xs):
+    *xs, states, d_out = xs
+    d_out = scale * d_out.astype(states.dtype)
+    local = _local(ratio, *xs)
+    d_state, grads = _group_gradient(local, states, d_out, d_state, operand)
+    dq, dk, *rest = grads
+    dq, dk = (_sum_groups(x, ratio) for x in (dq, dk))
+    grads = (dq, dk, *rest)
+    return d_state, tuple(d.astype(x.dtype) for d, x in zip(grads, xs))
+
+  xs = [layout.split(x) for x in (q, k, v, g, beta)]
+  xs += [*layout.split_runs(runs), states, layout.split(d_out)]
+  d_state = d_final.reshape(-1, key_width, value_width)
+  d_state, grads = jax.lax.scan(group, d_state, tuple(xs), reverse=True)
+  grads = tuple(layout.join(x) for x in grads)
+  return (*grads, d_state.reshape(initial_state.shape), None)
+
+
+_kda.defvjp(_kda_fwd, _kda_bwd)
+
+
+def _sum_groups(x, ratio):
+  """Adds the gradients of the value heads that share a query head."""
+  if ratio == 1:
+    return x
+  return x.reshape(x.shape[0], -1, ratio, *x.shape[2:]).sum(axis=2)
+
+
+def _group_gradient(local, states, d_out, d_state, operand):
+  """Returns the gradient of a group's start state and of its inputs.
+
+  Args:
+    local: of the group's chunks.
+    states: [n, Z, K, V] before each chunk.
+    d_out: [n, Z, C, V], times scale.
+    d_state: [Z, K, V], of the state after the group.
+    operand: dtype of the products' operands.
+
+  Returns:
+    d_state: [Z, K, V], of the state before the group.
+    grads: of q, k [n, Z, C, K], v [n, Z, C, V], g [n, Z, C, K], beta [n, Z, C].
+  """
+  dot = functools.partial(intra.dot, operand=operand)
+  factors, beta = local.factors, local.beta[..., None]
+  q_entry = local.q * factors.entry
+  k_entry = local.k * factors.entry
+  k_exit = local.k * factors.exit
+  error = local.v - dot("nzck,nzkv->nzcv", k_entry, states)
+  write = dot("nzij,nzjv->nziv", local.inverse, beta * error)
+  d_write = dot("nzij,nziv->nzjv", local.qk, d_out)
+  d_start = dot("nzck,nzcv->nzkv", q_entry, d_out)
+
+  def chunk(d_end, x):
+    d_write, d_start, k_entry, k_exit, inverse, beta, end = x
+    d_write += dot("zck,zkv->zcv", k_exit, d_end)
+    d_error = dot("zij,ziv->zjv", inverse, d_write)
+    d_start += end[..., None] * d_end
+    d_start -= dot("zck,zcv->zkv", k_entry, beta * d_error)
+    return d_start, (d_end, d_error)
+
+  xs = (d_write, d_start, k_entry, k_exit, local.inverse, beta, factors.end)
+  d_state, (d_ends, d_error) = jax.lax.scan(chunk, d_state, xs, reverse=True)
+
+  d_qk = dot("nziv,nzjv->nzij", d_out, write)
+  d_qk = jnp.where(local.masks[0], d_qk, 0.0)
+  d_lower = dot("nziv,nzjv->nzij", -d_error, write)
+  d_lower = jnp.where(local.masks[1], d_lower, 0.0)
+  d_beta = jnp.sum(d_error * error, axis=-1)
+  d_beta += jnp.sum(d_lower * local.kk, axis=-1)
+  dv = beta * d_error
+  dq_entry = factors.entry * dot("nzcv,nzkv->nzck", d_out, states)
+  dk_entry = factors.entry * dot("nzcv,nzkv->nzck", -dv, states)
+  dk_exit = factors.exit * dot("nzcv,nzkv->nzck", write, d_ends)
+  dq_pair, dk_row, dk_column = intra.scores_gradient(
+      d_qk, beta * d_lower, local.left, local.right, factors, operand
+  )
+  dq = dq_entry + dq_pair
+  rising, falling = dk_entry + dk_row, dk_exit + dk_column
+  d_decay = local.q * dq + local.k * (rising - falling)
+  d_last = jnp.sum(local.k * dk_exit, axis=2)
+  d_last += factors.end * jnp.sum(states * d_ends, axis=-1)
+  dg = _sum_from_here(d_decay.at[:, :, -1].add(d_last))
+  return d_state, (dq, rising + falling, dv, dg, d_beta)
+
+
+def _sum_from_here(x):
+  """Reverse cumulative sum over a chunk's tokens, axis 2."""
+  return jnp.flip(jnp.cumsum(jnp.flip(x, axis=2), axis=2), axis=2)

@@ -1,0 +1,54 @@
+"""Decode: one or a few tokens against a state that is kept between calls."""
+
+from jax import numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.kda import checks
+from pallas_kernels.kda import reference
+
+
+def recurrent_kda(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HV K"],
+    beta: Float[Array, "B T HV"],
+    *,
+    scale: float | None = None,
+    initial_state: Float[Array, "B HV K V"] | None = None,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
+  """Runs the recurrence token by token in fp32, exactly, whatever T is.
+
+  Args:
+    q: [B, T, H, K] queries, L2-normalised by the caller as k is.
+    k: [B, T, H, K] keys.
+    v: [B, T, HV, V] values; value head j reads query head j // (HV / H).
+    g: [B, T, HV, K] log decay, nats per token, not positive.
+    beta: [B, T, HV] write strength.
+    scale: factor on the output, K**-0.5 by default.
+    initial_state: [B, HV, K, V] fp32; zero by default.
+
+  Returns:
+    out: [B, T, HV, V] in v's dtype.
+    final_state: [B, HV, K, V] fp32.
+
+  Raises:
+    ValueError: a wrong shape or dtype, naming the argument.
+  """
+  checks.check_tokens(q, k, v, beta, initial_state, None, g=g)
+  state = checks.initial_state_or_zero(q, v, initial_state)
+  scale = q.shape[-1] ** -0.5 if scale is None else scale
+  if q.shape[1] == 1:
+    dtype = state.dtype
+    groups = v.shape[2] // q.shape[2]
+    tokens = (
+        jnp.repeat(q, groups, axis=2),
+        jnp.repeat(k, groups, axis=2),
+        v,
+        g,
+        beta,
+    )
+    tokens = (x[:, 0].astype(dtype) for x in tokens)
+    state, out = reference.step(state, *tokens, scale=scale)
+    return out[:, None].astype(v.dtype), state
+  return reference.kda(q, k, v, g, beta, state, scale=scale)
