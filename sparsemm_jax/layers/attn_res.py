@@ -1,0 +1,85 @@
+"""Attention residuals: each sub-layer mixes what earlier blocks have built."""
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from pallas_kernels import attn_res
+from sparsemm_jax import config as config_lib
+from sparsemm_jax.layers import norms
+from sparsemm_jax.layers import stats
+
+
+class DepthMix(nn.Module):
+  """h = sum_i softmax_i(w . RMSNorm(v_i)) v_i over the sources v_i.
+
+  The sources are the finished blocks (the bank, first the embedding) and the
+  running sum of this block (the prefix). w starts at zero, which makes h their
+  mean: the pre-norm residual stream up to a factor that the next norm removes.
+
+  Source: Attention Residuals, section 3, arXiv:2603.15031.
+  """
+
+  config: config_lib.ModelConfig
+
+  @nn.compact
+  def __call__(
+      self,
+      bank: Sequence[Float[Array, "b t d"]],
+      prefix: Float[Array, "b t d"] | None,
+      first: Bool[Array, ""] | None = None,
+  ) -> Float[Array, "b t d"]:
+    """Mixes the sources.
+
+    Args:
+      bank: S arrays [B, T, D].
+      prefix: [B, T, D], or None where the block has none yet.
+      first: where traced layers share this code, True in the layer whose
+        prefix does not exist yet; None: the prefix always counts.
+
+    Returns:
+      [B, T, D].
+    """
+    dim = self.config.d_model
+    dtype = jnp.dtype(self.config.param_dtype)
+    names = nn.with_logical_partitioning
+    query = self.param(
+        "pseudo_query", names(nn.initializers.zeros, ("embed",)), (dim,), dtype
+    )
+    scale = self.param(
+        "key_scale", names(nn.initializers.ones, ("embed",)), (dim,), dtype
+    )
+    eps = self.config.norm_eps
+    sources = (*bank,) if prefix is None else (*bank, prefix)
+    mixed = attn_res.attn_res(sources, query, scale, eps=eps)
+    if first is not None:
+      alone = attn_res.attn_res(tuple(bank), query, scale, eps=eps)
+      mixed = jnp.where(first, alone, mixed)
+    if stats.wanted(self, "depth_stats"):
+      use_prefix = None if first is None else ~first
+      weights = depth_weights(sources, query, scale, use_prefix, eps=eps)
+      stats.sow(self, "depth_stats", "weights", weights)
+    return mixed
+
+
+def depth_weights(
+    sources: Sequence[Float[Array, "b t d"]],
+    pseudo_query: Float[Array, " d"],
+    key_scale: Float[Array, " d"],
+    use_last: Bool[Array, ""] | None = None,
+    *,
+    eps: float,
+) -> Float[Array, " s"]:
+  """The softmax weights of attn_res, averaged over tokens: [S], sum 1."""
+  query = pseudo_query.astype(jnp.float32)
+  logits = jnp.stack([
+      jnp.dot(norms.rms_norm(source, key_scale, eps=eps), query)
+      for source in sources
+  ])  # [S, B, T]
+  if use_last is not None:
+    last = jnp.where(use_last, logits[-1], -jnp.inf)
+    logits = logits.at[-1].set(last)
+  return jnp.mean(jax.nn.softmax(logits, axis=0), axis=(1, 2))

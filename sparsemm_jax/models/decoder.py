@@ -1,0 +1,51 @@
+"""The stack of Transformer blocks, with attention residuals over its depth."""
+
+from typing import Any
+
+import flax.linen as nn
+from jaxtyping import Array, Float
+
+from sparsemm_jax import config as config_lib
+from sparsemm_jax.layers import attn_res
+from sparsemm_jax.layers import layout as layout_lib
+from sparsemm_jax.layers import norms
+from sparsemm_jax.models import block
+
+
+class Decoder(nn.Module):
+  """Embeddings to the hidden states that the head reads.
+
+  Every attn_res_block_size Transformer blocks (not sub-layers) the running sum
+  of outputs moves to the bank and a new sum starts; a last mix over the bank
+  and the unfinished sum precedes the final norm. Within a residual block the
+  bank is constant, so its layers scan with the prefix as the only carry.
+
+  Source: Attention Residuals, section 3.2, arXiv:2603.15031.
+  """
+
+  config: config_lib.ModelConfig
+
+  @nn.compact
+  def __call__(
+      self,
+      x: Float[Array, "b t d"],
+      layout: layout_lib.Layout,
+      cache: dict[str, Any] | None = None,
+  ) -> tuple[Float[Array, "b t d"], dict[str, Any] | None]:
+    """[B, T, D] -> [B, T, D] and the cache after these tokens."""
+    config = self.config
+    residuals = config.attn_res_block_size is not None
+    bank = () if residuals else None
+    new_cache = {}
+    for groups in block.block_groups(config):
+      if residuals:
+        bank, x = (*bank, x), None
+      for group in groups:
+        x, new_cache[group.name] = block.run_group(
+            config, group, x, bank, layout,
+            None if cache is None else cache[group.name],
+        )  # fmt: skip
+    if residuals:
+      x = attn_res.DepthMix(config, name="output_res")(bank, x)
+    x = norms.RMSNorm(config, config.d_model, "embed", name="final_norm")(x)
+    return x, None if cache is None else new_cache
