@@ -35,6 +35,11 @@ class Question(NamedTuple):
   question: str
   answer: str
 
+  @property
+  def prompt(self) -> tuple[np.ndarray, str]:
+    """The document up to the answer."""
+    return self.image, f"\n{self.question}\n"
+
 
 @functools.cache
 def _load() -> tuple[np.ndarray, np.ndarray]:
@@ -45,16 +50,22 @@ def _load() -> tuple[np.ndarray, np.ndarray]:
   return np.repeat(gray[..., None], 3, axis=-1), digits.target
 
 
-def num_images() -> int:
-  """Returns how many digits there are."""
-  return len(_load()[0])
+def num_questions() -> int:
+  """Returns how many pairs of an image and a question there are."""
+  return len(_load()[0]) * len(QUESTIONS)
 
 
-def ask(image: int, question: int) -> Question:
-  """Returns question number `question` about image number `image`."""
+def image_of(index: int) -> int:
+  """Returns the number of the image that question number `index` is about."""
+  return int(index) // len(QUESTIONS)
+
+
+def ask(index: int) -> Question:
+  """Returns question number `index`, in 0 <= index < num_questions()."""
   images, labels = _load()
+  image = image_of(index)
   digit = int(labels[image])
-  text, answer = QUESTIONS[question]
+  text, answer = QUESTIONS[int(index) % len(QUESTIONS)]
   values = {
       "digit": digit,
       "word": _WORDS[digit],

@@ -2,9 +2,11 @@
 
 import dataclasses
 import pathlib
+from typing import NamedTuple
 
 from jaxtyping import Int
 import numpy as np
+
 from sparsemm_jax import config as config_lib
 from sparsemm_jax import data
 from sparsemm_jax.data import images
@@ -25,20 +27,26 @@ class Document:
   name: str
 
 
+class PlacedImage(NamedTuple):
+  """An image in a document: its frame and pads are tokens [start, stop)."""
+
+  start: int
+  stop: int
+  patches: images.Patches
+
+
 @dataclasses.dataclass(frozen=True)
 class EncodedDocument:
   """Tokens and patches of a document.
 
   Attributes:
     tokens: end of document, the text and images, end of document.
-    blocks: (start, stop) in `tokens` of each image with its frame.
-    patches: of each image.
+    images: the images in order.
     name: of the document.
   """
 
   tokens: Int[np.ndarray, " n"]
-  blocks: tuple[tuple[int, int], ...]
-  patches: tuple[images.Patches, ...]
+  images: tuple[PlacedImage, ...]
   name: str
 
 
@@ -75,7 +83,7 @@ def encode(
     DataError: an image that cannot be read, or any image without `vision`.
   """
   tokens = [tokenizer.end_of_document_id]
-  blocks, patches = [], []
+  placed = []
   for part in document.parts:
     if isinstance(part, str):
       tokens += tokenizer.encode(part)
@@ -87,9 +95,9 @@ def encode(
     image = images.load_image(part, document.name)
     start = len(tokens)
     tokens += image_tokens(image, tokenizer, vision)
-    blocks.append((start, len(tokens)))
-    patches.append(images.extract_patches(image, vision))
+    patches = images.extract_patches(image, vision)
+    placed.append(PlacedImage(start, len(tokens), patches))
   tokens.append(tokenizer.end_of_document_id)
   return EncodedDocument(
-      np.array(tokens, np.int32), tuple(blocks), tuple(patches), document.name
+      np.array(tokens, np.int32), tuple(placed), document.name
   )

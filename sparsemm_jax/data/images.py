@@ -9,11 +9,10 @@ import math
 import pathlib
 from typing import NamedTuple
 
-from jaxtyping import Float
-from jaxtyping import Int
-from jaxtyping import UInt8
+from jaxtyping import Float, Int, UInt8
 import numpy as np
 from PIL import Image
+
 from sparsemm_jax import config as config_lib
 from sparsemm_jax import data
 
@@ -44,6 +43,7 @@ def scaled_size(
   return max(1, int(height * scale)), max(1, int(width * scale))
 
 
+@functools.lru_cache(maxsize=1024)
 def patch_grid(
     height: int, width: int, config: config_lib.VisionConfig
 ) -> tuple[int, int]:
@@ -139,9 +139,7 @@ def extract_patches(
 
 
 @functools.lru_cache(maxsize=64)
-def _positions(
-    rows: int, columns: int, merge: int
-) -> Int[np.ndarray, "n 2"]:
+def _positions(rows: int, columns: int, merge: int) -> Int[np.ndarray, "n 2"]:
   grid = np.stack(
       np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij"), axis=-1
   )
@@ -155,4 +153,7 @@ def normalize(
     patches: UInt8[np.ndarray, "*n"],
 ) -> Float[np.ndarray, "*n"]:
   """Returns (x / 255 - 0.5) / 0.5 in fp32."""
-  return (patches / np.float32(255) - np.float32(0.5)) / np.float32(0.5)
+  scaled = patches / np.float32(255)
+  scaled -= np.float32(0.5)
+  scaled /= np.float32(0.5)
+  return scaled

@@ -1,15 +1,15 @@
 """Train and held-out documents, their order, and rows of several sources."""
 
+import copy
 import functools
 import hashlib
 
 import grain
 import numpy as np
+
 from sparsemm_jax import config as config_lib
 from sparsemm_jax import data
-from sparsemm_jax.data import documents
-from sparsemm_jax.data import packing
-from sparsemm_jax.data import sources
+from sparsemm_jax.data import documents, packing, sources
 from sparsemm_jax.data import tokenizer as tokenizer_lib
 
 SPLITS = ("train", "eval")
@@ -60,6 +60,17 @@ class Split:
   def __len__(self) -> int:
     return len(self.indices)
 
+  def shard(self, index: int, count: int) -> "Split":
+    """Returns every count-th document of the split, from `index` on."""
+    if len(self) < count:
+      raise data.DataError(
+          f"data.sources.{self.name}: {len(self)} documents are too few for"
+          f" {count} processes"
+      )
+    result = copy.copy(self)
+    result.indices = self.indices[index::count]
+    return result
+
   def __getitem__(self, index: int) -> documents.Document:
     return self.source[int(self.indices[index])]
 
@@ -78,8 +89,6 @@ def packed_rows(
     *,
     seed: int,
     repeat: bool,
-    process_index: int = 0,
-    process_count: int = 1,
 ) -> grain.IterDataset:
   """Returns packed rows of one source, its documents shuffled every epoch.
 
@@ -90,20 +99,12 @@ def packed_rows(
     vision: patch sizes, None without a vision tower.
     seed: of the order.
     repeat: whether to go on after all documents have been seen.
-    process_index: this process reads every process_count-th document from it.
-    process_count: processes that share the documents.
   """
   if split.source.has_images and not shape.max_patches:
     raise data.DataError(
         f"data.sources.{split.name} has images but the stage's max_patches is 0"
     )
-  if len(split) < process_count:
-    raise data.DataError(
-        f"data.sources.{split.name}: {len(split)} documents are too few for"
-        f" {process_count} processes"
-    )
-  dataset = grain.MapDataset.source(split)[process_index::process_count]
-  dataset = dataset.shuffle(seed)
+  dataset = grain.MapDataset.source(split).shuffle(seed)
   if repeat:
     dataset = dataset.repeat()
   encode = functools.partial(

@@ -12,9 +12,9 @@ from typing import Any
 
 import grain
 import numpy as np
+
 from sparsemm_jax import data
-from sparsemm_jax.data import documents
-from sparsemm_jax.data import images
+from sparsemm_jax.data import documents, images
 from sparsemm_jax.data import tokenizer as tokenizer_lib
 
 OPEN_DOCUMENTS = 16
@@ -37,7 +37,7 @@ class RowShape:
 
 def check_fits(document: documents.EncodedDocument, shape: RowShape) -> None:
   """Raises DataError if an image of the document is larger than a row."""
-  for (start, stop), patches in zip(document.blocks, document.patches):
+  for start, stop, patches in document.images:
     size = len(patches.patches)
     if not shape.max_patches:
       raise data.DataError(
@@ -74,7 +74,7 @@ def furthest(
     [start, stop) and no image cut.
   """
   stop = min(start + room, len(document.tokens) - 1)
-  for (first, last), patches in zip(document.blocks, document.patches):
+  for first, last, patches in document.images:
     if first < start:
       continue
     if first >= stop:
@@ -86,7 +86,7 @@ def furthest(
 
 
 class _Row:
-  """A row being filled."""
+  """A row being filled; its patches are bytes until it is finished."""
 
   def __init__(self, shape: RowShape, tokenizer: tokenizer_lib.Tokenizer):
     length, patches = shape.seq_len, shape.max_patches
@@ -103,7 +103,7 @@ class _Row:
     }
     if patches:
       self.arrays |= {
-          "patches": np.zeros((patches, shape.patch_dim), np.float32),
+          "patches": np.zeros((patches, shape.patch_dim), np.uint8),
           "patch_positions": np.zeros((patches, 2), np.int32),
           "patch_grids": np.zeros((patches, 2), np.int32),
           "patch_segment_ids": np.zeros(patches, np.int32),
@@ -126,10 +126,10 @@ class _Row:
     row["segment_ids"][here] = self._segments
     row["positions"][here] = np.arange(stop - start)
     row["loss_mask"][here] = targets != self._media_pad_id
-    row["modality"][here] = bool(document.blocks)
+    row["modality"][here] = bool(document.images)
     self._tokens = here.stop
     self.room -= stop - start
-    for (first, _), patches in zip(document.blocks, document.patches):
+    for first, _, patches in document.images:
       if start <= first < stop:
         self._add_image(patches)
 
@@ -138,12 +138,33 @@ class _Row:
     size = len(patches.patches)
     here = slice(self._patches, self._patches + size)
     row = self.arrays
-    row["patches"][here] = images.normalize(patches.patches)
+    row["patches"][here] = patches.patches
     row["patch_positions"][here] = patches.positions
     row["patch_grids"][here] = patches.grid
     row["patch_segment_ids"][here] = self._images
     self._patches = here.stop
     self.patch_room -= size
+
+  def finish(self) -> dict[str, np.ndarray]:
+    """Returns the arrays, patches normalised and zero where there are none."""
+    if "patches" in self.arrays:
+      patches = images.normalize(self.arrays["patches"])
+      patches[self._patches :] = 0.0
+      self.arrays["patches"] = patches
+    return self.arrays
+
+
+def single_row(
+    document: documents.EncodedDocument, tokenizer: tokenizer_lib.Tokenizer
+) -> dict[str, np.ndarray]:
+  """Returns the row of exactly the document's size that holds it alone."""
+  length = len(document.tokens) - 1
+  sizes = [image.patches.patches.shape for image in document.images]
+  patches = sum(size for size, _ in sizes)
+  patch_dim = sizes[0][1] if sizes else 0
+  row = _Row(RowShape(length, patches, patch_dim), tokenizer)
+  row.add(document, 0, length)
+  return row.finish()
 
 
 @dataclasses.dataclass
@@ -221,7 +242,7 @@ class _PackIterator(grain.DatasetIterator):
     self._open.extend(cut)
     if row.is_empty:
       raise StopIteration
-    return row.arrays
+    return row.finish()
 
   def _find(self, row: _Row) -> tuple[int, int] | None:
     """Which open document comes next in the row, and up to where."""
@@ -242,9 +263,8 @@ class _PackIterator(grain.DatasetIterator):
     return stop - item.start < item.length
 
   def _refill(self, held: int = 0) -> None:
-    while (
-        len(self._open) + held < OPEN_DOCUMENTS
-        and self._next < len(self._documents)
+    while len(self._open) + held < OPEN_DOCUMENTS and self._next < len(
+        self._documents
     ):
       self._open.append(self._read(self._next, 0))
       self._next += 1

@@ -1,19 +1,16 @@
 """Batches, held-out examples and text, from a RunConfig."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+import itertools
 from typing import NamedTuple
 
 import grain
 from jaxtyping import Int
 import numpy as np
+
 from sparsemm_jax import config as config_lib
 from sparsemm_jax import data
-from sparsemm_jax.data import digits
-from sparsemm_jax.data import documents
-from sparsemm_jax.data import images
-from sparsemm_jax.data import mixture
-from sparsemm_jax.data import packing
-from sparsemm_jax.data import sources
+from sparsemm_jax.data import digits, documents, images, mixture, packing
 from sparsemm_jax.data import tokenizer as tokenizer_lib
 
 Batch = dict[str, np.ndarray]
@@ -63,15 +60,14 @@ def make_train_dataset(
   shape = _row_shape(config, stage.seq_len, stage.max_patches)
   rows = {}
   for name in stage.mixture:
+    split = mixture.Split(name, config.data.sources[name], "train")
     rows[name] = mixture.packed_rows(
-        mixture.Split(name, config.data.sources[name], "train"),
+        split.shard(process_index, process_count),
         shape,
         tokenizer,
         config.model.vision,
         seed=mixture.seed_of(config.data.seed, stage_index, name),
         repeat=True,
-        process_index=process_index,
-        process_count=process_count,
     )
   mixed = mixture.mix(rows, stage.mixture)
   return mixed.batch(stage.batch_size // process_count, drop_remainder=True)
@@ -147,7 +143,7 @@ def eval_batches(
   )
   count = 0
   while num_batches is None or count < num_batches:
-    batch = [row for row, _ in zip(rows, range(batch_size))]
+    batch = list(itertools.islice(rows, batch_size))
     if not batch:
       return
     yield _stack(batch, batch_size, tokenizer.pad_id)
@@ -161,3 +157,105 @@ def _stack(rows: list[Batch], batch_size: int, pad_id: int) -> Batch:
     batch[key] = np.full((batch_size, *first.shape), fill, first.dtype)
     batch[key][: len(rows)] = [row[key] for row in rows]
   return batch
+
+
+class Prompt(NamedTuple):
+  """What generation starts from.
+
+  Attributes:
+    tokens: [T], beginning with end of document.
+    images: patches, patch_positions, patch_grids, patch_segment_ids of one
+      row, each [1, P, ...] as in a batch; empty without images.
+  """
+
+  tokens: Int[np.ndarray, " t"]
+  images: Batch
+
+
+class CaptionExample(NamedTuple):
+  """A question about a held-out image.
+
+  Attributes:
+    prompt: the image and the question.
+    answer: the text to be generated, up to end of document.
+    question: its text.
+    image: [8, 8, 3] uint8.
+  """
+
+  prompt: Prompt
+  answer: str
+  question: str
+  image: np.ndarray
+
+
+def encode_prompt(
+    config: config_lib.RunConfig, parts: Sequence[str | images.ImageLike]
+) -> Prompt:
+  """Returns text (str) and images (anything else) as the start of a document.
+
+  Raises:
+    DataError: an image that cannot be read, or one without a vision tower.
+  """
+  tokenizer = make_tokenizer(config)
+  document = documents.Document(tuple(parts), "prompt")
+  return _prompt(document, tokenizer, config.model.vision)
+
+
+def _prompt(
+    document: documents.Document,
+    tokenizer: tokenizer_lib.Tokenizer,
+    vision: config_lib.VisionConfig | None,
+) -> Prompt:
+  encoded = documents.encode(document, tokenizer, vision)
+  row = packing.single_row(encoded, tokenizer)  # leaves the last token out
+  patches = {k: v[None] for k, v in row.items() if k.startswith("patch")}
+  return Prompt(row["tokens"], patches)
+
+
+def caption_examples(
+    config: config_lib.RunConfig, split: str = "eval", limit: int | None = None
+) -> list[CaptionExample]:
+  """Returns questions about handwritten digits, in a fixed random order.
+
+  Args:
+    config: of the run; its source of kind "digits" is asked.
+    split: "eval" for images that training never shows.
+    limit: how many at most.
+
+  Raises:
+    DataError: no source of digits.
+  """
+  tokenizer = make_tokenizer(config)
+  kinds = {source.kind: name for name, source in config.data.sources.items()}
+  if "digits" not in kinds:
+    raise data.DataError("data.sources has no source of kind 'digits'")
+  name = kinds["digits"]
+  indices = mixture.Split(name, config.data.sources[name], split).indices
+  order = np.random.default_rng(0).permutation(indices)[:limit]
+  examples = []
+  for index in order:
+    asked = digits.ask(index)
+    document = documents.Document(asked.prompt, name)
+    prompt = _prompt(document, tokenizer, config.model.vision)
+    examples.append(
+        CaptionExample(prompt, asked.answer, asked.question, asked.image)
+    )
+  return examples
+
+
+def iter_text(
+    config: config_lib.RunConfig, source: str, split: str
+) -> Iterator[Int[np.ndarray, " n"]]:
+  """Yields the token ids of the text of each document, nothing special.
+
+  Args:
+    config: of the run.
+    source: a name in data.sources.
+    split: "train" or "eval".
+  """
+  tokenizer = make_tokenizer(config)
+  for document in mixture.Split(source, config.data.sources[source], split):
+    text = [part for part in document.parts if isinstance(part, str)]
+    yield np.array(
+        [i for part in text for i in tokenizer.encode(part)], np.int32
+    )

@@ -10,11 +10,9 @@ import pathlib
 import sysconfig
 from typing import Any, Protocol
 
-import numpy as np
 from sparsemm_jax import config as config_lib
 from sparsemm_jax import data
-from sparsemm_jax.data import digits
-from sparsemm_jax.data import documents
+from sparsemm_jax.data import digits, documents
 
 IMAGE_PLACEHOLDER = "<image>"
 MAX_FILE_BYTES = 2**18  # of one standard-library source; the rest is not read
@@ -52,18 +50,15 @@ class DigitsSource:
   has_images = True
 
   def __len__(self) -> int:
-    return digits.num_images() * len(digits.QUESTIONS)
+    return digits.num_questions()
 
   def __getitem__(self, index: int) -> documents.Document:
-    image, question = divmod(int(index), len(digits.QUESTIONS))
-    asked = digits.ask(image, question)
-    return documents.Document(
-        (asked.image, f"\n{asked.question}\n{asked.answer}"),
-        f"digits[{image}, {question}]",
-    )
+    asked = digits.ask(index)
+    image, text = asked.prompt
+    return documents.Document((image, text + asked.answer), f"digits[{index}]")
 
   def identity(self, index: int) -> str:
-    return str(index // len(digits.QUESTIONS))
+    return str(digits.image_of(index))
 
 
 class PythonTextSource:
@@ -98,7 +93,9 @@ class PythonTextSource:
 def _python_files(root: pathlib.Path) -> list[str]:
   files = []
   for folder, subfolders, names in os.walk(root):
-    subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
+    subfolders[:] = [
+        name for name in subfolders if name not in _SKIPPED_FOLDERS
+    ]
     for name in names:
       if name.endswith(".py"):
         path = pathlib.Path(folder, name)
@@ -232,7 +229,7 @@ def parse_record(line: bytes, file: str, where: str) -> documents.Document:
     )
   folder = pathlib.Path(file).parent
   parts = [texts[0]]
-  for image, text in zip(images, texts[1:]):
+  for image, text in zip(images, texts[1:], strict=True):
     parts += [_record_image(image, folder, where), text]
   return documents.Document(tuple(part for part in parts if part != ""), where)
 
@@ -254,7 +251,9 @@ def _record_image(
 
 def _matching_files(pattern: str) -> list[str]:
   files = sorted(
-      file for file in glob.glob(pattern, recursive=True) if os.path.isfile(file)
+      file
+      for file in glob.glob(pattern, recursive=True)
+      if os.path.isfile(file)
   )
   if not files:
     raise data.DataError(f"no file matches {pattern}")
@@ -271,8 +270,11 @@ def open_source(
     path: instead of the path of the config.
 
   Raises:
-    DataError: no such file, or a line of it that cannot be used.
+    DataError: no such file, a line of it that cannot be used, or a path for a
+      kind that has none.
   """
+  if path is not None and config.path is None:
+    raise data.DataError(f"kind {config.kind!r} reads no files, got {path}")
   path = path or config.path
   match config.kind:
     case "digits":

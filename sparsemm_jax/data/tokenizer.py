@@ -3,10 +3,11 @@
 import os
 from typing import Protocol
 
-from sparsemm_jax import config as config_lib
-from sparsemm_jax import data
 import sentencepiece
 import tokenizers
+
+from sparsemm_jax import config as config_lib
+from sparsemm_jax import data
 
 # In the order of the ids a vocabulary without them is extended by.
 SPECIAL_TOKENS = (
