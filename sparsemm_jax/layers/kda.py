@@ -111,9 +111,7 @@ class KimiDeltaAttention(nn.Module):
           segment_ids=layout.segments,
           implementation=config.implementation,
       )  # fmt: skip
-    g = kda.bounded_log_decay(
-        z, a_log, dt_bias, lower_bound=config.lower_bound
-    )
+    g = kda.bounded_log_decay(z, a_log, dt_bias, lower_bound=config.lower_bound)
     # A padding token neither decays nor writes.
     valid = layout.valid[:, :, None]
     return kda.recurrent_kda(

@@ -98,9 +98,7 @@ class GatedMLA(nn.Module):
         mla.qk_rope_head_dim, mla.rope_theta
     )
     positions = layout.positions.astype(jnp.float32)
-    return embeddings.rotate(
-        x, positions[:, :, None] * frequencies[None, None]
-    )
+    return embeddings.rotate(x, positions[:, :, None] * frequencies[None, None])
 
 
 def _write(cache, latents, layout):

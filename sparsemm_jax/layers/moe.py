@@ -75,7 +75,9 @@ class Experts(nn.Module):
     hidden = activations.situ_glu(
         gate, up, gate_cap=config.gate_cap, up_cap=config.up_cap
     )
-    down = kernel("down_proj", (inner, outer), ("expert", "expert_mlp", "latent"))
+    down = kernel(
+        "down_proj", (inner, outer), ("expert", "expert_mlp", "latent")
+    )
     return multiply(hidden, down)
 
 
@@ -104,9 +106,7 @@ class LatentMoE(nn.Module):
         tokens, layout.valid.reshape(-1)
     )
     z = project(outer, latent, ("embed", "latent"), name="latent_down")(tokens)
-    order, group_sizes = sort_by_expert(
-        routing.expert_indices, moe.num_experts
-    )
+    order, group_sizes = sort_by_expert(routing.expert_indices, moe.num_experts)
     rows = jnp.take(z, order // moe.num_experts_per_token, axis=0)
     rows = Experts(config, name="experts")(rows, group_sizes)
     # Back to [G, A, L]: row i of the sorted rows is visit order[i].

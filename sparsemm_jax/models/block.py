@@ -74,9 +74,7 @@ def _repeating(specs, longest):
   best = (1, 1)
   for period in range(1, longest + 1):
     repeats = 1
-    while (
-        specs[repeats * period : (repeats + 1) * period] == specs[:period]
-    ):
+    while specs[repeats * period : (repeats + 1) * period] == specs[:period]:
       repeats += 1
     if repeats > 1 and period * repeats > best[0] * best[1]:
       best = (period, repeats)

@@ -158,9 +158,7 @@ class VisionBlock(nn.Module):
         embeddings.rotate(q, angles), embeddings.rotate(k, angles), v,
         segment_ids, scale=vision.head_dim**-0.5, causal=False,
     )  # fmt: skip
-    x = x + project(
-        heads, width, (*per_head, "vision_embed"), name="o_proj"
-    )(y)
+    x = x + project(heads, width, (*per_head, "vision_embed"), name="o_proj")(y)
     y = norm(name="mlp_norm")(x)
     names = ("vision_embed", "vision_mlp")
     y = project(width, inner, names, name="up_proj")(y)
