@@ -1,0 +1,1 @@
+"""Meshes of devices, and the rules that spread arrays over them."""

@@ -1,0 +1,145 @@
+"""Tests of the optimizer against NumPy, one parameter of each kind."""
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from sparsemm_jax import config as config_lib
+from sparsemm_jax.optim import build
+from sparsemm_jax.optim import schedules
+from tests import testing
+
+# name -> (logical names, shape)
+PARAMETERS = {
+    "q_proj": (("layers", "embed", "heads", "head_dim"), (2, 12, 3, 4)),
+    "o_proj": (("layers", "heads", "head_dim", "embed"), (2, 3, 4, 12)),
+    "gate_proj": (("layers", "expert", "latent", "expert_mlp"), (2, 5, 6, 8)),
+    "router": (("embed", "router"), (12, 5)),
+    "norm": (("layers", "embed"), (2, 12)),
+    "dt_bias": (("heads", "head_dim"), (3, 4)),
+    "conv": (("conv", "heads", "head_dim"), (4, 3, 4)),
+    "table": (("vocab", "embed"), (9, 12)),
+    "positions": (("position", "position", "vision_embed"), (4, 4, 6)),
+    "head": (("embed", "vocab"), (12, 9)),
+}
+MUON = ("q_proj", "o_proj", "gate_proj", "router")
+DECAYED = (*MUON, "head")
+NAMES = {name: names for name, (names, _) in PARAMETERS.items()}
+
+
+def _tree(seed):
+  rng = np.random.default_rng(seed)
+  return {
+      name: rng.normal(size=shape).astype(np.float32)
+      for name, (_, shape) in PARAMETERS.items()
+  }
+
+
+def _newton_schulz(matrix):
+  """Five steps in float64; singular values end near one."""
+  x = matrix.astype(np.float64)
+  x = x / np.linalg.norm(x)
+  for _ in range(5):
+    gram = x @ x.T
+    x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+  return 0.2 * np.sqrt(max(matrix.shape)) * x
+
+
+def _expected_directions(grads):
+  """The first step: Muon's momentum is the gradient, Adam's g / |g|."""
+  result = {name: np.sign(g) for name, g in grads.items()}
+  q, o = np.zeros((2, 12, 3, 4)), np.zeros((2, 3, 4, 12))
+  gate = np.zeros((2, 5, 6, 8))
+  for layer in range(2):
+    for head in range(3):
+      q[layer, :, head] = _newton_schulz(grads["q_proj"][layer, :, head])
+    o[layer] = _newton_schulz(grads["o_proj"][layer].reshape(12, 12)).reshape(
+        3, 4, 12
+    )
+    for expert in range(5):
+      gate[layer, expert] = _newton_schulz(grads["gate_proj"][layer, expert])
+  router = _newton_schulz(grads["router"])
+  return result | dict(q_proj=q, o_proj=o, gate_proj=gate, router=router)
+
+
+class BuildTest(parameterized.TestCase):
+
+  def test_one_step_equals_numpy_for_every_kind_of_parameter(self):
+    config = config_lib.OptimConfig(learning_rate=0.1, clip_norm=1e6)
+    optimizer = build.make_optimizer(config, NAMES, num_steps=100)
+    params, grads = _tree(0), _tree(1)
+    update = jax.jit(optimizer.update)
+    updates, _ = update(grads, optimizer.init(params), params)
+    rate = float(schedules.learning_rate(config, 100)(0))
+    for name, direction in _expected_directions(grads).items():
+      decay = config.weight_decay if name in DECAYED else 0.0
+      expected = -rate * (direction + decay * params[name])
+      testing.assert_close(updates[name], expected, "fp32", name)
+
+  def test_every_parameter_has_the_state_of_exactly_one_rule(self):
+    optimizer = build.make_optimizer(config_lib.OptimConfig(), NAMES, 10)
+    inner = optimizer.init(_tree(0))[1].inner_states
+    muon = inner["muon"].inner_state[0].mu
+    adam = inner["adam"].inner_state.mu
+    for name in NAMES:
+      by_muon, by_adam = (
+          not isinstance(moments[name], optax.MaskedNode)
+          for moments in (muon, adam)
+      )
+      self.assertEqual((by_muon, by_adam), (name in MUON, name not in MUON))
+
+  def test_without_muon_adam_updates_everything_with_the_same_decay(self):
+    config = config_lib.OptimConfig(muon=False, clip_norm=1e6)
+    optimizer = build.make_optimizer(config, NAMES, num_steps=100)
+    params, grads = _tree(0), _tree(1)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    rate = float(schedules.learning_rate(config, 100)(0))
+    for name in NAMES:
+      decay = config.weight_decay if name in DECAYED else 0.0
+      expected = -rate * (np.sign(grads[name]) + decay * params[name])
+      testing.assert_close(updates[name], expected, "fp32", name)
+
+  def test_the_momentum_sees_a_gradient_of_clipped_norm(self):
+    config = config_lib.OptimConfig(clip_norm=0.5, muon=False)
+    optimizer = build.make_optimizer(config, NAMES, num_steps=10)
+    params, grads = _tree(0), _tree(1)
+    _, state = optimizer.update(grads, optimizer.init(params), params)
+    momentum = state[1].inner_states["adam"].inner_state.mu
+    norm = optax.global_norm(momentum) / (1 - config.adam_b1)
+    testing.assert_close(norm, 0.5, "fp32")
+
+  def test_an_expert_that_saw_no_token_is_not_moved_by_muon(self):
+    config = config_lib.OptimConfig(weight_decay=0.0)
+    optimizer = build.make_optimizer(config, NAMES, num_steps=10)
+    params, grads = _tree(0), _tree(1)
+    grads["gate_proj"][1, 2] = 0.0
+    update = jax.jit(optimizer.update)
+    updates, _ = update(grads, optimizer.init(params), params)
+    moved = np.any(np.asarray(updates["gate_proj"]) != 0, axis=(2, 3))
+    expected = np.ones((2, 5), bool)
+    expected[1, 2] = False
+    testing.assert_same(moved, expected)
+
+  @parameterized.parameters(
+      (("embed", "mlp", "rank"),), (("embed", "heads", "head_dim", "mlp"),)
+  )
+  def test_a_parameter_without_a_rule_is_named(self, names):
+    with self.assertRaisesRegex(ValueError, r"\['strange'\].*no rule"):
+      build.make_optimizer(
+          config_lib.OptimConfig(), {"block": {"strange": names}}, 10
+      )
+
+  def test_updates_keep_the_dtype_of_parameters(self):
+    optimizer = build.make_optimizer(config_lib.OptimConfig(), NAMES, 10)
+    params = jax.tree.map(jnp.asarray, _tree(0))
+    updates, _ = jax.eval_shape(
+        lambda p: optimizer.update(p, optimizer.init(p), p), params
+    )
+    self.assertEqual({u.dtype for u in updates.values()}, {jnp.float32.dtype})
+
+
+if __name__ == "__main__":
+  absltest.main()
