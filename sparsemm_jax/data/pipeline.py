@@ -66,7 +66,9 @@ def make_train_dataset(
         shape,
         tokenizer,
         config.model.vision,
-        seed=mixture.seed_of(config.data.seed, stage_index, name),
+        seed=mixture.seed_of(
+            config.data.seed, stage_index, name, process_index
+        ),
         repeat=True,
     )
   mixed = mixture.mix(rows, stage.mixture)
