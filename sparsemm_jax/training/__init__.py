@@ -1,0 +1,1 @@
+"""The train state, its steps, and what a run keeps on disk."""
