@@ -269,16 +269,15 @@ def _group_gradient(local, states, d_out, d_state, operand):
   dq_entry = factors.entry * dot("nzcv,nzkv->nzck", d_out, states)
   dk_entry = factors.entry * dot("nzcv,nzkv->nzck", -dv, states)
   dk_exit = factors.exit * dot("nzcv,nzkv->nzck", write, d_ends)
-  dq_pair, dk_row, dk_column = intra.scores_gradient(
+  dq, dk, d_decay = intra.scores_gradient(
       d_qk, beta * d_lower, local.left, local.right, factors, operand
   )
-  dq = dq_entry + dq_pair
-  rising, falling = dk_entry + dk_row, dk_exit + dk_column
-  d_decay = local.q * dq + local.k * (rising - falling)
+  d_decay += local.q * dq_entry + local.k * (dk_entry - dk_exit)
   d_last = jnp.sum(local.k * dk_exit, axis=2)
   d_last += factors.end * jnp.sum(states * d_ends, axis=-1)
   dg = _sum_from_here(d_decay.at[:, :, -1].add(d_last))
-  return d_state, (dq, rising + falling, dv, dg, d_beta)
+  dk += dk_entry + dk_exit
+  return d_state, (dq + dq_entry, dk, dv, dg, d_beta)
 
 
 def _sum_from_here(x):

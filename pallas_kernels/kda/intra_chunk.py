@@ -12,6 +12,7 @@ of tiles is one dense product, its diagonal tile included, and what comes
 later in time cannot reach it.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -167,12 +168,14 @@ def scores_gradient(d_qk, d_kk, left, right, factors: Decays, operand):
     operand: dtype of the products' operands.
 
   Returns:
-    x: [n, Z, C, K], the gradient of q.
-    y: [n, Z, C, K], the gradient of k as a row.
-    z: [n, Z, C, K], the gradient of k as a column.
+    dq: [n, Z, C, K].
+    dk: [n, Z, C, K].
+    d_decay: [n, Z, C, K], of the cumulative log decay G. It weighs the rounded
+      rows and columns that the products saw, so that the two ends of every
+      pair cancel in the sum over tokens at any operand dtype.
   """
-  x, y = [], []
-  z = [0.0] * _TILES
+  dq, dk_row, rising = [], [], []
+  dk_column, falling = [0.0] * _TILES, [0.0] * _TILES
   for r in range(_TILES):
     rows = slice(r * TILE, (r + 1) * TILE)
     width = (r + 1) * TILE
@@ -180,16 +183,25 @@ def scores_gradient(d_qk, d_kk, left, right, factors: Decays, operand):
         [d_qk[:, :, rows, :width], d_kk[:, :, rows, :width]], axis=2
     )
     d_left = dot("nzij,nzjk->nzik", block, right[r], operand)
+    weighed = d_left * left[r].astype(operand).astype(d_left.dtype)
+    rising.append(weighed[:, :, :TILE] + weighed[:, :, TILE:])
     up = factors.up[:, :, r]
-    x.append(d_left[:, :, :TILE] * up)
-    y.append(d_left[:, :, TILE:] * up)
+    dq.append(d_left[:, :, :TILE] * up)
+    dk_row.append(d_left[:, :, TILE:] * up)
     d_right = dot("nzij,nzik->nzjk", block, left[r], operand)
-    for s in range(r):
-      part = d_right[:, :, s * TILE : (s + 1) * TILE]
-      across = (factors.between[r][s] / _SHIFT)[:, :, None]
-      z[s] += part * (factors.rest[:, :, s] * across)
-    z[r] += d_right[:, :, r * TILE :] * factors.down[:, :, r]
-  return tuple(jnp.concatenate(part, axis=2) for part in (x, y, z))
+    weighed = d_right * right[r].astype(operand).astype(d_right.dtype)
+    for s in range(r + 1):
+      columns = slice(s * TILE, (s + 1) * TILE)
+      if s < r:
+        across = (factors.between[r][s] / _SHIFT)[:, :, None]
+        factor = factors.rest[:, :, s] * across
+      else:
+        factor = factors.down[:, :, s]
+      dk_column[s] += d_right[:, :, columns] * factor
+      falling[s] += weighed[:, :, columns]
+  join = functools.partial(jnp.concatenate, axis=2)
+  dk = join(dk_row) + join(dk_column)
+  return join(dq), dk, join(rising) - join(falling)
 
 
 def unit_lower_inverse(lower):

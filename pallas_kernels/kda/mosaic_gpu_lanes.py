@@ -1,0 +1,443 @@
+"""What one CUDA thread owns: channels of 16 rows, and 16x16 blocks of a warp.
+
+A warpgroup reads a [64, K] tile as warp w = rows 16w .. 16w+15 and lane =
+K / 64 neighbouring channels of the warpgroup's half of K. A running sum over
+rows is then one register, every per-channel factor is a register too, and one
+row of a 128-byte-swizzled tile is read by a warp without bank conflicts.
+
+The functions here are the few things that Pallas has no word for, written on
+MLIR; each has a twin in array terms for the interpreter, which knows no MLIR.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, math, nvvm, vector
+
+ROWS = 16  # rows of a warp
+SWIZZLE = 128
+TILE = (8, 64)  # of 16-bit elements: rows of SWIZZLE bytes
+TILED = (plgpu.TilingTransform(TILE), plgpu.SwizzleTransform(SWIZZLE))
+
+
+@dataclasses.dataclass(frozen=True)
+class Lanes:
+  """Thread-per-channel access to tiles of width K by one warpgroup.
+
+  Attributes:
+    width: K, 64 or 128.
+    half: which half of K the warpgroup owns, a Python or traced integer;
+      the device code reads it off the thread index unless it is static.
+    interpret: use the interpreter's twins.
+    thread: [128] the thread's index, opaque to the compiler. Addresses and
+      masks made from it live for one phase of a kernel. Made from the plain
+      thread index they would be hoisted out of the loop over items, and
+      spilled.
+  """
+
+  width: int
+  half: int | jax.Array
+  interpret: bool = False
+  thread: jax.Array | None = None
+
+  @classmethod
+  def create(cls, width, half, interpret) -> "Lanes":
+    thread = None if interpret else opaque_thread()
+    return cls(width, half, interpret, thread)
+
+  @property
+  def vector(self) -> int:
+    return self.width // 64
+
+  @property
+  def size(self) -> int:
+    return 128 * self.vector
+
+  @property
+  def layout(self):
+    return plgpu.Layout.WG_STRIDED((self.size,), vec_size=self.vector)
+
+  def load_tile(self, ref, row: int) -> jax.Array:
+    """Row 16w + row of a swizzled [64, K] 16-bit tile."""
+    if self.interpret:
+      return self._twin_load(ref, row)
+    return self._load(ref, lambda at: at.tile(row), TILED)
+
+  def load_plain(self, ref, row: int) -> jax.Array:
+    """Row 16w + row of a plain [64, K] tile."""
+    if self.interpret:
+      return self._twin_load(ref, row)
+    return self._load(ref, lambda at: (at.row(row), at.channel), ())
+
+  def store_tile(self, ref, row: int, value, *, upper_offset=0) -> None:
+    """Writes row 16w + row of a swizzled tile, plus an offset for w >= 2."""
+    if self.interpret:
+      for w in range(4):
+        at = ROWS * w + row + upper_offset * (w >= 2)
+        ref[at, self._columns] = value.reshape(4, -1)[w]
+      return
+    self._store(ref, value, lambda at: at.tile(row, upper_offset), TILED)
+
+  def store_plain(self, ref, row: int, value) -> None:
+    """Writes row 16w + row of a plain [64, >= K] tile."""
+    if self.interpret:
+      for w in range(4):
+        ref[ROWS * w + row, self._columns] = value.reshape(4, -1)[w]
+      return
+    self._store(ref, value, lambda at: (at.row(row), at.channel), ())
+
+  def load_channels(self, ref) -> jax.Array:
+    """This thread's channels of a plain [K] array."""
+    if self.interpret:
+      return jnp.tile(ref[self._columns], 4)
+    return self._load(ref, lambda at: (at.channel,), ())
+
+  def store_channels(self, ref, value) -> None:
+    """All warps write the same [K] array."""
+    if self.interpret:
+      ref[self._columns] = value.reshape(4, -1)[0]
+      return
+    self._store(ref, value, lambda at: (at.channel,), ())
+
+  def store_group(self, ref, value) -> None:
+    """Warp w writes row w of a plain [4, K] array."""
+    if self.interpret:
+      for w in range(4):
+        ref[w, self._columns] = value.reshape(4, -1)[w]
+      return
+    self._store(ref, value, lambda at: (at.warp, at.channel), ())
+
+  def load_group(self, ref) -> jax.Array:
+    """Warp w reads row w of a plain [4, K] array."""
+    if self.interpret:
+      return jnp.concatenate([ref[w, self._columns] for w in range(4)])
+    return self._load(ref, lambda at: (at.warp, at.channel), ())
+
+  def load_row_value(self, ref, row: int) -> jax.Array:
+    """Element 16w + row of a plain [64] array, for all channels."""
+    if self.interpret:
+      return jnp.repeat(ref[...].reshape(4, ROWS)[:, row], self.size // 4)
+    return self._load(ref, lambda at: (at.row(row),), (), scalar=True)
+
+  def where_warp_from(self, level: int, x, y) -> jax.Array:
+    """x in warps >= level, y below."""
+    if self.interpret:
+      return jnp.where(jnp.arange(self.size) // (self.size // 4) >= level, x, y)
+    struct = plgpu.ShapeDtypeStruct((self.size,), x.dtype, layout=self.layout)
+
+    @plgpu.inline_mgpu(
+        arg_types=(_THREAD, self.layout, self.layout), return_type=struct
+    )
+    def select(_, thread, on_true, on_false):
+      at = _Position(thread, self.width, None)
+      condition = arith.cmpi(
+          arith.CmpIPredicate.uge, at.warp, _index_constant(level)
+      )
+      [a], [b] = on_true.registers.flat, on_false.registers.flat
+      if x.dtype.itemsize * self.vector == 4 and self.vector > 1:
+        word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+        packed = arith.select(
+            condition, vector.bitcast(word, a), vector.bitcast(word, b)
+        )
+        return self._array(vector.bitcast(a.type, packed), x.dtype)
+      return self._array(arith.select(condition, a, b), x.dtype)
+
+    return select(self.thread, self._cast(x), self._cast(y))
+
+  def reciprocal(self, x: jax.Array) -> jax.Array:
+    """1 / x to about one unit in the last place: one instruction."""
+    if self.interpret:
+      return 1.0 / x
+    struct = plgpu.ShapeDtypeStruct(
+        (self.size,), jnp.float32, layout=self.layout
+    )
+
+    @plgpu.inline_mgpu(arg_types=(self.layout,), return_type=struct)
+    def approximate(_, value):
+      [register] = value.registers.flat
+      f32 = ir.F32Type.get()
+      result = register
+      for i in range(self.vector):
+        scalar = vector.extract(
+            register, dynamic_position=[], static_position=[i]
+        )
+        scalar = llvm.inline_asm(
+            f32, [scalar], "rcp.approx.ftz.f32 $0, $1;", "=f,f"
+        )
+        result = vector.insert(
+            scalar, result, dynamic_position=[], static_position=[i]
+        )
+      return self._array(result, jnp.float32)
+
+    return approximate(x)
+
+  def _cast(self, x):
+    return plgpu.layout_cast(jnp.broadcast_to(x, (self.size,)), self.layout)
+
+  @property
+  def _static_half(self) -> int | None:
+    return self.half if isinstance(self.half, int) else None
+
+  @property
+  def _columns(self):
+    return pl.ds(self.half * (self.width // 2), self.width // 2)
+
+  def _twin_load(self, ref, row):
+    return jnp.concatenate(
+        [ref[ROWS * w + row, self._columns] for w in range(4)]
+    )
+
+  def _array(self, register, dtype):
+    return _one_register(register, self.layout, dtype)
+
+  def _load(self, ref, index, transforms, scalar=False):
+    half = self._static_half
+    struct = plgpu.ShapeDtypeStruct(
+        (self.size,), ref.dtype, layout=self.layout
+    )
+
+    @plgpu.inline_mgpu(
+        arg_types=(_THREAD, plgpu.RefType(transforms)), return_type=struct
+    )
+    def load(_, thread, memory):
+      at = _Position(thread, self.width, half)
+      element = ir.MemRefType(memory.type).element_type
+      kind = ir.VectorType.get((self.vector,), element)
+      if not scalar:
+        return self._array(vector.load(kind, memory, index(at)), ref.dtype)
+      one = ir.VectorType.get((1,), element)
+      value = vector.extract(
+          vector.load(one, memory, index(at)),
+          dynamic_position=[],
+          static_position=[0],
+      )
+      return self._array(vector.broadcast(kind, value), ref.dtype)
+
+    return load(self.thread, ref)
+
+  def _store(self, ref, value, index, transforms):
+    half = self._static_half
+
+    @plgpu.inline_mgpu(
+        arg_types=(_THREAD, plgpu.RefType(transforms), self.layout)
+    )
+    def store(_, thread, memory, array):
+      at = _Position(thread, self.width, half)
+      [register] = array.registers.flat
+      vector.store(register, memory, index(at))
+
+    store(self.thread, ref, self._cast(value))
+
+
+_THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
+
+
+def opaque_thread() -> jax.Array:
+  """[128] int32, each thread's index in the block, made anew at each call."""
+
+  @plgpu.inline_mgpu(
+      return_type=plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=_THREAD)
+  )
+  def read(_):
+    i32 = ir.IntegerType.get_signless(32)
+    thread = llvm.inline_asm(
+        i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True
+    )
+    kind = ir.VectorType.get((1,), i32)
+    return _one_register(vector.broadcast(kind, thread), _THREAD, jnp.int32)
+
+  return read()
+
+
+def tile_indices(
+    columns: int, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+  """Row and column numbers of a [64, columns] array in the wgmma layout."""
+  shape = (64, columns)
+  if interpret:
+    return tuple(lax.broadcasted_iota(jnp.int32, shape, d) for d in (0, 1))
+  layout = plgpu.Layout.WGMMA
+  struct = plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=layout)
+
+  @plgpu.inline_mgpu(arg_types=(_THREAD,), return_type=[struct, struct])
+  def indices(_, thread):
+    i32 = ir.IntegerType.get_signless(32)
+    constant = lambda value: arith.constant(i32, value)
+    [register] = thread.registers.flat
+    index = vector.extract(register, dynamic_position=[], static_position=[0])
+    in_group = arith.remui(index, constant(128))
+    lane = arith.remui(index, constant(32))
+    first_row = arith.addi(
+        arith.muli(arith.divui(in_group, constant(32)), constant(ROWS)),
+        arith.divui(lane, constant(4)),
+    )
+    first_column = arith.muli(arith.remui(lane, constant(4)), constant(2))
+    kind = ir.VectorType.get((2,), i32)
+    mgpu_layout = layout.to_mgpu()
+    rows = np.empty(mgpu_layout.registers_shape(shape), dtype=object)
+    cols = np.empty_like(rows)
+    flat_rows = rows.reshape(columns // 8, 2)
+    flat_cols = cols.reshape(columns // 8, 2)
+    for h in (0, 1):
+      row = arith.addi(first_row, constant(8 * h))
+      for tile in range(columns // 8):
+        flat_rows[tile, h] = vector.broadcast(kind, row)
+        flat_cols[tile, h] = vector.from_elements(
+            kind,
+            [
+                arith.addi(first_column, constant(8 * tile + i))
+                for i in (0, 1)
+            ],
+        )
+    make = lambda r: mgpu.FragmentedArray(
+        _registers=r, _layout=mgpu_layout, _is_signed=True
+    )
+    return [make(rows), make(cols)]
+
+  return tuple(indices(opaque_thread()))
+
+
+def _one_register(register, layout, dtype):
+  registers = np.empty((1,), dtype=object)
+  registers[0] = register
+  signed = True if jnp.issubdtype(dtype, jnp.integer) else None
+  return mgpu.FragmentedArray(
+      _registers=registers, _layout=layout.to_mgpu(), _is_signed=signed
+  )
+
+
+def _index_constant(value: int):
+  return arith.constant(ir.IndexType.get(), value)
+
+
+class _Position:
+  """Indices of the calling thread, as MLIR values."""
+
+  def __init__(self, thread, width: int, half: int | None):
+    c = _index_constant
+    [register] = thread.registers.flat
+    thread = vector.extract(register, dynamic_position=[], static_position=[0])
+    thread = arith.index_castui(ir.IndexType.get(), thread)
+    in_group = arith.remui(thread, c(128))
+    self.warp = arith.divui(in_group, c(32))
+    lane = arith.remui(thread, c(32))
+    if half is None:
+      warpgroup = arith.divui(thread, c(128))
+      start = arith.muli(arith.remui(warpgroup, c(2)), c(width // 2))
+    else:
+      start = c(half * (width // 2))
+    self.channel = arith.addi(start, arith.muli(lane, c(width // 64)))
+    self._tile_column = arith.divui(self.channel, c(TILE[1]))
+    column = arith.remui(self.channel, c(TILE[1]))
+    self._chunk = arith.divui(column, c(8))
+    self._in_chunk = arith.remui(column, c(8))
+
+  def row(self, r: int):
+    return arith.addi(
+        arith.muli(self.warp, _index_constant(ROWS)), _index_constant(r)
+    )
+
+  def tile(self, r: int, upper_offset: int = 0):
+    """Indices into a [R, K] array stored as swizzled (8, 64) tiles."""
+    c = _index_constant
+    tile_row = arith.muli(self.warp, c(ROWS // TILE[0]))
+    if upper_offset:
+      is_upper = arith.divui(self.warp, c(2))
+      moved = arith.muli(is_upper, c(upper_offset // TILE[0]))
+      tile_row = arith.addi(tile_row, moved)
+    tile_row = arith.addi(tile_row, c(r // TILE[0]))
+    # The swizzle: 16-byte pieces of a 128-byte row, xor the row.
+    piece = arith.xori(self._chunk, c(r % 8))
+    column = arith.addi(arith.muli(piece, c(8)), self._in_chunk)
+    return tile_row, self._tile_column, c(r % 8), column
+
+
+def invert_diagonal_blocks(blocks: jax.Array, interpret: bool) -> jax.Array:
+  """(I + D)^-1 for the four strictly lower 16x16 blocks of a [64, 16] array.
+
+  Column by column, fp32: X starts as I, and for j = 0 .. 14 every row i > j
+  takes X_i -= D_ij X_j. In the wgmma layout a block is one warp's, lane
+  l holds rows l / 4 and l / 4 + 8, columns 2 (l % 4) + {0, 1} and 8 more; D_ij
+  and X_j come by shuffles.
+  """
+  if interpret:
+    d = blocks.reshape(4, ROWS, ROWS)
+    x = jnp.broadcast_to(jnp.eye(ROWS, dtype=jnp.float32), d.shape)
+    for j in range(ROWS - 1):
+      x = x - d[:, :, j : j + 1] * x[:, j : j + 1, :]
+    return x.reshape(64, ROWS)
+  layout = plgpu.Layout.WGMMA
+
+  @plgpu.inline_mgpu(
+      arg_types=(layout,),
+      return_type=plgpu.ShapeDtypeStruct(
+          blocks.shape, jnp.float32, layout=layout
+      ),
+  )
+  def invert(_, array):
+    return _substitute(array)
+
+  return invert(blocks)
+
+
+def _substitute(array: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+  i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+  constant = lambda value: arith.constant(i32, value)
+  lane = llvm.inline_asm(
+      i32, [], "mov.u32 $0, %laneid;", "=r", has_side_effects=True
+  )
+  row = arith.divui(lane, constant(4))
+  column = arith.remui(lane, constant(4))
+  pieces = array.registers.reshape(2, 2)  # [column tile, row half]
+
+  def get(register, i):
+    return vector.extract(register, dynamic_position=[], static_position=[i])
+
+  def shuffle(value, source):
+    bits = nvvm.shfl_sync(
+        constant(-1),
+        arith.bitcast(i32, value),
+        source,
+        constant(0x1F),
+        nvvm.ShflKind.idx,
+    )
+    return arith.bitcast(f32, bits)
+
+  d = [[[get(pieces[c, h], i) for i in (0, 1)] for h in (0, 1)] for c in (0, 1)]
+  zero, one = arith.constant(f32, 0.0), arith.constant(f32, 1.0)
+  x = [[[zero, zero], [zero, zero]], [[zero, zero], [zero, zero]]]
+  for half in (0, 1):
+    for i in (0, 1):
+      diagonal = arith.addi(arith.muli(column, constant(2)), constant(i))
+      is_one = arith.cmpi(arith.CmpIPredicate.eq, row, diagonal)
+      x[half][half][i] = arith.select(is_one, one, zero)
+  row_lane = arith.muli(row, constant(4))
+  for j in range(ROWS - 1):
+    tile, half, within = j // 8, j // 8, j % 8
+    factor_lane = arith.addi(row_lane, constant(within // 2))
+    source_lane = arith.addi(constant(within * 4), column)
+    source = {
+        (c, i): shuffle(x[c][half][i], source_lane)
+        for c in range(half + 1)
+        for i in (0, 1)
+    }
+    for h in range(half, 2):
+      factor = arith.negf(shuffle(d[tile][h][within % 2], factor_lane))
+      for (c, i), value in source.items():
+        x[c][h][i] = math.fma(factor, value, x[c][h][i])
+  registers = np.empty(array.registers.shape, dtype=object)
+  flat = registers.reshape(2, 2)
+  kind = ir.VectorType.get((2,), f32)
+  for c in (0, 1):
+    for h in (0, 1):
+      flat[c, h] = vector.from_elements(kind, x[c][h])
+  return mgpu.FragmentedArray(
+      _registers=registers, _layout=array.layout, _is_signed=None
+  )

@@ -1,0 +1,571 @@
+"""Everything of bounded-decay attention that is local to a chunk, on Hopper.
+
+One chunk of 64 rows of one value head is an item, two warpgroups work on it
+(each owns half of K, one thread per channel of 16 rows) and a block holds
+several such pairs, each walking its own items. With G_i the inclusive sum of
+log2 decays from the chunk's first row, and R an integer near the middle of a
+32-row half (so every factor below fits bf16 and scaling by 2^R is exact):
+
+  k+ = k 2^(G - R)   k- = k 2^(R - G)   q+ = q 2^(G - R)
+
+Diagonal 32x32 blocks of the two score matrices are q+ k-^T and k+ k-^T; the
+lower left block takes k- from the first half and q+, k+ from the second, both
+moved to an integer R_b at the boundary, where no exponent is positive. All
+further tiles are k+, k-, q+ with whole columns scaled by powers of two. A later
+token reaches an earlier row only through such integers, hence exactly not.
+
+  nkgam = -k 2^G       qg = q 2^G       kg = k 2^(G_last - G)
+  aqk = tril(q k^T 2^(G_i - G_j))
+  mb = (I + tril(b k k^T 2^(G_i - G_j), -1))^-1 diag(b)     gam = 2^G_last
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+from jax import lax
+from jax import numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.kda import mosaic_gpu_lanes as lanes_lib
+
+CHUNK = 64
+HALF = 32
+LOG2_E = math.log2(math.e)
+NORM_EPSILON = 1e-6
+# A multiple of 2^-14 up to 512 has 23 bits: sums and differences with integers
+# are exact, so a factor is the same whatever integer it is taken relative to.
+_TO_GRID = 1.5 * 2.0**9
+_NUM_SMS = 132
+
+_NARROW = (plgpu.TilingTransform((8, 16)), plgpu.SwizzleTransform(32))
+ROW = plgpu.Layout.WGMMA.reduce(1)  # a value per row of a wgmma tile
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
+
+# Bits of a row's flags when segments or a tail are there.
+VALID, READS_STATE, WRITES_STATE, KEEPS_STATE = 1, 2, 4, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What is static about one call.
+
+  Attributes:
+    raw: q, k need their L2 norm and z is a logit; otherwise z is the natural
+      log decay and q, k are used as they come.
+    scale: factor on q.
+    lower_bound: of the gate (raw), or the floor under a given decay.
+    masked: rows carry runs and flags.
+    pairs: warpgroup pairs per block.
+    interpret: InterpretGPUParams, or None on the device.
+  """
+
+  raw: bool
+  scale: float
+  lower_bound: float
+  masked: bool
+  pairs: int = 2
+  interpret: plgpu.InterpretGPUParams | None = None
+
+
+def prep(plan: Plan, q, k, z, beta, slope, bias, runs, flags):
+  """Computes the tiles of the module's docstring.
+
+  Args:
+    plan: the static part.
+    q: [B, T, H, K] bf16, as k.
+    k: see q.
+    z: [B, T, HV, K] bf16 or fp32.
+    beta: [B, HV, T64] fp32, T64 being T rounded up to 64.
+    slope: [HV] fp32, exp(a_log) log2(e).
+    bias: [HV, K] fp32, slope * dt_bias.
+    runs: [B, T64] int32, a run's number per row (masked only).
+    flags: [B, T64] int32, VALID | READS_STATE | WRITES_STATE (masked only).
+
+  Returns:
+    nkgam, qg, kg [B, HV, N, 64, K] bf16; aqk, mb [B, HV, N, 64, 64] bf16; gam
+    [B, HV, N, K] fp32.
+  """
+  batch, _, _, width = q.shape
+  value_heads = z.shape[2]
+  chunks = beta.shape[2] // CHUNK
+  lead = (batch, value_heads, chunks)
+  tile = jax.ShapeDtypeStruct((*lead, CHUNK, width), jnp.bfloat16)
+  square = jax.ShapeDtypeStruct((*lead, CHUNK, CHUNK), jnp.bfloat16)
+  vector = jax.ShapeDtypeStruct((*lead, width), jnp.float32)
+  items = math.prod(lead)
+  pairs = plan.pairs
+  blocks = min(_NUM_SMS, pl.cdiv(items, pairs))
+
+  def smem(shape, dtype, transforms=()):
+    return plgpu.SMEM((pairs, *shape), dtype, transforms=transforms)
+
+  def barriers(arrivals):
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=(pairs,))
+
+  tiled = lanes_lib.TILED
+  if z.dtype == jnp.float32:
+    z_tile = smem((1, CHUNK, width), jnp.float32)
+  else:
+    z_tile = smem((2, CHUNK, width), z.dtype)  # the second is never used
+  scratch = dict(
+      q_tile=smem((CHUNK, width), jnp.bfloat16, tiled),
+      k_tile=smem((CHUNK, width), jnp.bfloat16, tiled),
+      # The logits die before k- and kg are made.
+      z_union=plgpu.RefUnion(
+          z_tile, smem((2, CHUNK, width), jnp.bfloat16, tiled)
+      ),
+      # The operands of the lower left block die before the inverse begins.
+      cross_union=plgpu.RefUnion(
+          smem((3 * HALF * 128 // width, width), jnp.bfloat16, tiled),
+          smem((6, CHUNK, HALF), jnp.bfloat16, _NARROW),
+      ),
+      aqk_tile=smem((CHUNK, CHUNK), jnp.bfloat16, tiled),
+      mb_tile=smem((CHUNK, CHUNK), jnp.bfloat16, tiled),
+      totals=smem((4, width), jnp.float32),
+      powers=smem((4, width), jnp.float32),
+      rows=smem((3, CHUNK), jnp.float32),
+      channels=smem((2, width), jnp.float32),
+      z_ready=barriers(2),
+      qk_ready=barriers(4 if plan.masked else 2),
+      beta_ready=barriers(1),
+      pair_barrier=barriers(2),
+      tiles_read=barriers(2),
+  )
+  operands = [q, k, z, beta, slope, bias]
+  if plan.masked:
+    scratch["masks"] = smem((2, CHUNK), jnp.int32)
+    operands += [runs, flags]
+  walk = _Walk(
+      batch, chunks, value_heads, value_heads // q.shape[2], pairs, blocks
+  )
+  kernel = plgpu.kernel(
+      functools.partial(_prep_body, plan, walk),
+      out_type=[tile, tile, tile, square, square, vector],
+      scratch_types=scratch,
+      grid=(blocks,),
+      grid_names=("block",),
+      num_threads=2 * pairs,
+      thread_name="warpgroup",
+      kernel_name="kda_prep",
+      compiler_params=plgpu.CompilerParams(
+          approx_math=True,
+          unsafe_no_auto_barriers=True,
+          lowering_semantics=plgpu.LoweringSemantics.Lane,
+      ),
+      interpret=plan.interpret,
+  )
+  return kernel(*operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+  """Which chunk of which head a pair works on, heads fastest."""
+
+  batch: int
+  chunks: int
+  value_heads: int
+  heads_per_query: int
+  pairs: int
+  blocks: int
+
+  def count(self, first):
+    items = self.batch * self.chunks * self.value_heads
+    stride = self.pairs * self.blocks
+    return (items - first + stride - 1) // stride
+
+  def item(self, first, i):
+    index = first + i * (self.pairs * self.blocks)
+    head = lax.rem(index, self.value_heads)
+    index = lax.div(index, self.value_heads)
+    return lax.div(index, self.chunks), lax.rem(index, self.chunks), head
+
+
+def _prep_body(plan, walk, q_gm, k_gm, z_gm, beta_gm, slope_gm, bias_gm, *rest,
+               **scratch):
+  masked_inputs, outputs = rest[:-6], rest[-6:]
+  nkgam_gm, qg_gm, kg_gm, aqk_gm, mb_gm, gam_gm = outputs
+  warpgroup = lax.axis_index("warpgroup")
+  pair, role = lax.div(warpgroup, 2), lax.rem(warpgroup, 2)
+  members = [_members(scratch.pop(u)) for u in ("z_union", "cross_union")]
+  (z_ref, late_ref), (cross_ref, blocks_ref) = members
+  refs = scratch | dict(
+      z_tile=z_ref.at[:, 0],
+      k_minus=late_ref.at[:, 0],
+      kg_tile=late_ref.at[:, 1],
+      cross=cross_ref,
+      blocks=blocks_ref,
+  )
+
+  def views(i=0):
+    # Adds a zero that the compiler cannot know: else it computes the address of
+    # every matrix operand before the loop and spills them all.
+    this = pair + lax.shift_right_logical(jnp.int32(i), 30)
+    return {name: ref.at[this] for name, ref in refs.items()}
+
+  first = lax.axis_index("block") * walk.pairs + pair
+  count = walk.count(first)
+  width = q_gm.shape[-1]
+  interpret = plan.interpret is not None
+
+  def lanes_of(half):
+    return lanes_lib.Lanes.create(width, half, interpret)
+
+  def rows_of(i):
+    b, chunk, head = walk.item(first, i)
+    return b, chunk, head, pl.ds(chunk * CHUNK, CHUNK)
+
+  def load_z(i, s):
+    b, _, head, rows = rows_of(i)
+    plgpu.copy_gmem_to_smem(
+        z_gm.at[b, rows, head], s["z_tile"], s["z_ready"]
+    )
+    plgpu.copy_gmem_to_smem(
+        bias_gm.at[head], s["channels"].at[0], s["z_ready"]
+    )
+
+  def load_qk(i, s):
+    b, _, head, rows = rows_of(i)
+    source = lax.div(head, walk.heads_per_query)
+    for gm, tile in ((q_gm, s["q_tile"]), (k_gm, s["k_tile"])):
+      plgpu.copy_gmem_to_smem(gm.at[b, rows, source], tile, s["qk_ready"])
+    for j, gm in enumerate(masked_inputs):
+      plgpu.copy_gmem_to_smem(
+          gm.at[b, rows], s["masks"].at[j], s["qk_ready"]
+      )
+
+  def load_beta(i, s):
+    b, _, head, rows = rows_of(i)
+    plgpu.copy_gmem_to_smem(
+        beta_gm.at[b, head, rows], s["rows"].at[2], s["beta_ready"]
+    )
+
+  def sync(s):
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(s["pair_barrier"])
+    plgpu.barrier_wait(s["pair_barrier"])
+
+  @pl.when(count > 0)
+  def _():
+    @pl.when(role == 1)
+    def _():
+      load_z(0, views())
+      load_qk(0, views())
+
+    @pl.when(role == 0)
+    def _():
+      load_beta(0, views())
+
+  def one_item(i, _):
+    b, chunk, head = walk.item(first, i)
+    out = (b, head, chunk)
+    s = views(i)
+    if plan.masked:
+      plgpu.barrier_wait(s["qk_ready"])
+    plgpu.barrier_wait(s["z_ready"])
+    sums = _gate_sums(plan, lanes_of(role), slope_gm[head], s)
+    if not plan.masked:
+      plgpu.barrier_wait(s["qk_ready"])
+    if plan.raw:
+      _row_norms(plan, role, s)
+    sync(s)
+    _decayed_tiles(plan, lanes_of(role), sums, s)
+    sync(s)
+
+    @pl.when(role == 0)
+    def _():
+      score, low = _scores("k_tile", 0, s)
+      plgpu.barrier_wait(s["beta_ready"])
+      beta = plgpu.load(s["rows"].at[2], layout=ROW)
+      parts = _lower_parts(plan, score, low, beta, s)
+      plgpu.barrier_arrive(s["tiles_read"])
+      plgpu.barrier_wait(s["tiles_read"])
+      inverse = _invert(parts, s["blocks"], interpret)
+      beta = plgpu.load(s["rows"].at[2], layout=COLUMN)
+      beta = lax.broadcast_in_dim(beta, (CHUNK, CHUNK), (1,))
+      s["mb_tile"][...] = (inverse * beta).astype(jnp.bfloat16)
+      plgpu.commit_smem()
+      plgpu.copy_smem_to_gmem(s["mb_tile"], mb_gm.at[out])
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+      @pl.when(i + 1 < count)
+      def _():
+        load_beta(i + 1, s)
+
+    @pl.when(role == 1)
+    def _():
+      plgpu.copy_smem_to_gmem(s["kg_tile"], kg_gm.at[out])
+      plgpu.copy_smem_to_gmem(s["channels"].at[1], gam_gm.at[out])
+      score, low = _scores("q_tile", HALF, s)
+      plgpu.barrier_arrive(s["tiles_read"])
+      s["aqk_tile"][...] = _causal(plan, score, low, s).astype(jnp.bfloat16)
+      plgpu.commit_smem()
+      plgpu.copy_smem_to_gmem(s["aqk_tile"], aqk_gm.at[out])
+      plgpu.barrier_wait(s["tiles_read"])
+      plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+
+      @pl.when(i + 1 < count)
+      def _():
+        load_z(i + 1, s)
+
+      _scale_to_state(plan, width, interpret, s)
+      plgpu.commit_smem()
+      plgpu.copy_smem_to_gmem(s["k_tile"], nkgam_gm.at[out])
+      plgpu.copy_smem_to_gmem(s["q_tile"], qg_gm.at[out])
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+      @pl.when(i + 1 < count)
+      def _():
+        load_qk(i + 1, s)
+
+    return None
+
+  lax.fori_loop(0, count, one_item, None)
+  plgpu.wait_smem_to_gmem(0)
+
+
+def _members(union):
+  """The two members of a RefUnion scratch."""
+  return [m[0] if isinstance(m, (tuple, list)) else m for m in union]
+
+
+def _gate_sums(plan, lanes, slope, s):
+  """Running sums of the log2 decay over this thread's 16 rows."""
+  if plan.raw:
+    bias = lanes.load_channels(s["channels"].at[0])
+  sums = []
+  for r in range(lanes_lib.ROWS):
+    z = lanes.load_plain(s["z_tile"], r).astype(jnp.float32)
+    if plan.raw:
+      e = jnp.exp2(-(z * slope + bias))
+      g = lanes.reciprocal(1.0 + e) * (plan.lower_bound * LOG2_E)
+    else:
+      g = jnp.maximum(z, plan.lower_bound) * LOG2_E
+    if plan.masked:
+      flags = lanes.load_row_value(s["masks"].at[1], r)
+      g = jnp.where((flags & VALID) != 0, g, 0.0)
+    sums.append(sums[-1] + g if sums else g)
+  lanes.store_group(s["totals"], sums[-1])
+  return sums
+
+
+def _row_norms(plan, role, s):
+  """rows[0], rows[1] = 1 / |k|, scale / |q| of each row."""
+  for r, (name, scale) in enumerate((("k_tile", 1.0), ("q_tile", plan.scale))):
+
+    @pl.when(role == r)
+    def _(r=r, name=name, scale=scale):
+      squares = 0.0
+      for start in range(0, s[name].shape[1], 64):  # fewer registers at once
+        piece = s[name].at[:, pl.ds(start, 64)]
+        x = plgpu.load(piece, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+        squares += jnp.sum(x * x, axis=1)
+      s["rows"][r] = lax.rsqrt(squares + NORM_EPSILON) * scale
+
+
+def _decayed_tiles(plan, lanes, sums, s):
+  """Writes k+, q+ in place, k-, kg, the cross operands and the powers."""
+  total = [lanes.load_channels(s["totals"].at[w]) for w in range(4)]
+  boundary = total[0] + total[1]
+  whole = boundary + (total[2] + total[3])
+  base = lanes.where_warp_from(1, total[0], jnp.zeros_like(whole))
+  base = lanes.where_warp_from(2, boundary, base)
+  base = lanes.where_warp_from(3, boundary + total[2], base)
+  middle_0, middle_1 = _truncate(total[0]), _truncate(boundary + total[2])
+  middle = lanes.where_warp_from(2, middle_1, middle_0)
+  edge = _truncate(boundary)
+  to_state = jnp.exp2(whole - middle)
+  # Both are <= 1: from the middle of a half to the boundary between halves.
+  to_edge = lanes.where_warp_from(2, middle_1 - edge, edge - middle_0)
+  to_edge = jnp.exp2(to_edge).astype(jnp.bfloat16)
+  gam = jnp.exp2(whole)
+  if plan.masked:
+    # The state passes only if the chunk ends in the segment it began in.
+    keeps = (s["masks"][1, 0] & KEEPS_STATE) != 0
+    gam = jnp.where(keeps, gam, 0.0)
+  lanes.store_group(s["powers"], jnp.exp2(middle))
+  lanes.store_channels(s["channels"].at[1], gam)
+  # Rows r and r + 8 share their swizzle, hence their addresses.
+  for r in (r + h for r in range(8) for h in (0, 8)):
+    decay = ((base + sums[r]) + _TO_GRID) - _TO_GRID - middle
+    plus, minus = jnp.exp2(decay), jnp.exp2(-decay)
+    k = lanes.load_tile(s["k_tile"], r).astype(jnp.float32)
+    q = lanes.load_tile(s["q_tile"], r).astype(jnp.float32)
+    if plan.raw:
+      k *= lanes.load_row_value(s["rows"].at[0], r)
+      q *= lanes.load_row_value(s["rows"].at[1], r)
+    else:
+      q *= plan.scale
+    if plan.masked:
+      flags = lanes.load_row_value(s["masks"].at[1], r)
+      valid = (flags & VALID) != 0
+      k, q = jnp.where(valid, k, 0.0), jnp.where(valid, q, 0.0)
+    k_past = k * minus
+    kg = k_past * to_state
+    if plan.masked:
+      kg = jnp.where((flags & WRITES_STATE) != 0, kg, 0.0)
+    k_plus = (k * plus).astype(jnp.bfloat16)
+    k_past = k_past.astype(jnp.bfloat16)
+    q_plus = (q * plus).astype(jnp.bfloat16)
+    lanes.store_tile(s["k_tile"], r, k_plus)
+    lanes.store_tile(s["q_tile"], r, q_plus)
+    lanes.store_tile(s["k_minus"], r, k_past)
+    lanes.store_tile(s["kg_tile"], r, kg.astype(jnp.bfloat16))
+    k_edge = lanes.where_warp_from(2, k_plus, k_past) * to_edge
+    lanes.store_tile(s["cross"], r, k_edge)
+    # The lower warps have no query to move: they write their row once more.
+    q_edge = lanes.where_warp_from(2, q_plus * to_edge, k_edge)
+    lanes.store_tile(s["cross"], r, q_edge, upper_offset=HALF)
+
+
+def _truncate(x):
+  return x.astype(jnp.int32).astype(jnp.float32)
+
+
+def _scores(plus, window, s):
+  """Returns plus k-^T and the lower left block in rows 32 .. 63.
+
+  The cross rows are the past, k and q of the second half, 32 each; the 64 rows
+  from `window` on end with this side's 32.
+  """
+
+  def multiply(score, low):
+    plgpu.wgmma(score, s[plus], s["k_minus"].transpose((1, 0)))
+    plgpu.wgmma(
+        low,
+        s["cross"].at[pl.ds(window, CHUNK)],
+        s["cross"].at[pl.ds(0, HALF)].transpose((1, 0)),
+    )
+    return score[...], low[...]
+
+  return pl.run_scoped(
+      multiply, plgpu.ACC((CHUNK, CHUNK)), plgpu.ACC((CHUNK, HALF))
+  )
+
+
+def _same_run(s):
+  shape = (CHUNK, CHUNK)
+  row = plgpu.load(s["masks"].at[0], layout=ROW)
+  column = plgpu.load(s["masks"].at[0], layout=COLUMN)
+  return lax.broadcast_in_dim(row, shape, (0,)) == lax.broadcast_in_dim(
+      column, shape, (1,)
+  )
+
+
+def _causal(plan, score, low, s):
+  """tril(q k^T decay) from the diagonal blocks and the lower left one."""
+  row, column = lanes_lib.tile_indices(CHUNK, plan.interpret is not None)
+  score = jnp.where(column <= row, score, 0.0)
+  left = jnp.where(row[:, :HALF] >= HALF, low, score[:, :HALF])
+  score = jnp.concatenate([left, score[:, HALF:]], axis=1)
+  if plan.masked:
+    score = jnp.where(_same_run(s), score, 0.0)
+  return score
+
+
+def _lower_parts(plan, score, low, beta, s):
+  """The strictly lower blocks of b k k^T decay that the inverse works on.
+
+  Returns:
+    diagonal: [64, 16], row block w holding block (w, w).
+    beside: [64, 16], row blocks 1 and 3 holding blocks (1, 0) and (3, 2).
+    corner: [64, 32], rows 32 .. 63 holding the lower left block.
+  """
+  size = lanes_lib.ROWS
+  score *= lax.broadcast_in_dim(beta, score.shape, (0,))
+  low *= lax.broadcast_in_dim(beta, low.shape, (0,))
+  if plan.masked:
+    same = _same_run(s)
+    score = jnp.where(same, score, 0.0)
+    low = jnp.where(same[:, :HALF], low, 0.0)
+  row, column = lanes_lib.tile_indices(size, plan.interpret is not None)
+  block = row // size
+  columns = [score[:, size * w : size * (w + 1)] for w in range(4)]
+  diagonal = columns[3]
+  for w in range(3):
+    diagonal = jnp.where(block == w, columns[w], diagonal)
+  diagonal = jnp.where(column < row % size, diagonal, 0.0)
+  beside = jnp.where(block == 1, columns[0], columns[2])
+  beside = jnp.where(block % 2 == 1, beside, 0.0)
+  low_row, _ = lanes_lib.tile_indices(HALF, plan.interpret is not None)
+  corner = jnp.where(low_row >= HALF, low, 0.0)
+  return diagonal, beside, corner
+
+
+def _invert(parts, blocks_ref, interpret):
+  """(I + L)^-1 from 16x16 substitutions and two block merges.
+
+  [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]. A warp's registers
+  hold its own 16 rows, so blocks of one height lie side by side in a narrow
+  array; a product that needs another right operand in another warp is taken
+  for each and the warp's own kept. Operands are split in two bf16 halves.
+  """
+  diagonal, beside, corner = parts
+  size = lanes_lib.ROWS
+  row, _ = lanes_lib.tile_indices(size, interpret)
+  block = row // size
+  zero = plgpu.layout_cast(jnp.zeros_like(diagonal), plgpu.Layout.WGMMA)
+  inverse = lanes_lib.invert_diagonal_blocks(diagonal, interpret)
+
+  def merge_16(a, b, rows):
+    products = _split_products(a, b, blocks_ref, rows)
+    return jnp.where(block == 1, products[0], products[1])
+
+  right = merge_16(beside, inverse, ((0, size), (2 * size, size)))
+  below = merge_16(inverse, right, ((size, size), (3 * size, size)))
+  odd = block % 2 == 1
+  # [X_w, 0] in even warps, [X_(w, w - 1), X_w] in odd ones.
+  pair = jnp.concatenate(
+      [jnp.where(odd, -below, inverse), jnp.where(odd, inverse, zero)], axis=1
+  )
+  [right] = _split_products(corner, pair, blocks_ref, ((0, HALF),))
+  [below] = _split_products(pair, right, blocks_ref, ((HALF, HALF),))
+  upper = lanes_lib.tile_indices(HALF, interpret)[0] >= HALF
+  wide_zero = jnp.concatenate([zero, zero], axis=1)
+  return jnp.concatenate(
+      [jnp.where(upper, -below, pair), jnp.where(upper, pair, wide_zero)],
+      axis=1,
+  )
+
+
+def _split_products(a, b, blocks_ref, rows):
+  """a @ b[first : first + count] in fp32 for each (first, count) of rows."""
+  columns = pl.ds(0, b.shape[1])
+  for i, part in enumerate(_split(b)):
+    blocks_ref.at[i, :, columns][...] = part
+  plgpu.commit_smem()
+  a_high, a_low = _split(a)
+
+  def multiply(*accs):
+    for left, right in ((a_high, 0), (a_low, 0), (a_high, 1)):
+      for acc, (first, count) in zip(accs, rows, strict=True):
+        window = blocks_ref.at[right, pl.ds(first, count), columns]
+        plgpu.wgmma(acc, left, window)
+    return [acc[...] for acc in accs]
+
+  accs = [plgpu.ACC((CHUNK, b.shape[1])) for _ in rows]
+  products = pl.run_scoped(multiply, *accs)
+  plgpu.commit_smem()  # Read before the next product's operand is written.
+  return products
+
+
+def _split(x):
+  high = x.astype(jnp.bfloat16)
+  return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def _scale_to_state(plan, width, interpret, s):
+  """In place: k+ -> -k 2^G, q+ -> q 2^G; exact, the factor being 2^R."""
+  for half in (0, 1):
+    lanes = lanes_lib.Lanes.create(width, half, interpret)
+    power = lanes.load_group(s["powers"]).astype(jnp.bfloat16)
+    for r in (r + h for r in range(8) for h in (0, 8)):
+      if plan.masked:
+        flags = lanes.load_row_value(s["masks"].at[1], r)
+      for name, factor in (("k_tile", -power), ("q_tile", power)):
+        x = lanes.load_tile(s[name], r) * factor
+        if plan.masked:
+          x = jnp.where((flags & READS_STATE) != 0, x, 0.0)
+        lanes.store_tile(s[name], r, x)
