@@ -8,7 +8,7 @@ that neighbouring rows come from different documents.
 
 import collections
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
@@ -85,73 +85,99 @@ def furthest(
   return stop
 
 
-class _Row:
-  """A row being filled; its patches are bytes until it is finished."""
+class _Piece(NamedTuple):
+  """Tokens [start, stop) of a document."""
 
-  def __init__(self, shape: RowShape, tokenizer: tokenizer_lib.Tokenizer):
-    length, patches = shape.seq_len, shape.max_patches
-    self._media_pad_id = tokenizer.media_pad_id
-    self._segments = self._images = self._tokens = self._patches = 0
-    self.room, self.patch_room = length, patches
-    self.arrays = {
-        "tokens": np.full(length, tokenizer.pad_id, np.int32),
-        "targets": np.full(length, tokenizer.pad_id, np.int32),
-        "segment_ids": np.zeros(length, np.int32),
-        "positions": np.zeros(length, np.int32),
-        "loss_mask": np.zeros(length, bool),
-        "modality": np.zeros(length, np.int32),
-    }
-    if patches:
-      self.arrays |= {
-          "patches": np.zeros((patches, shape.patch_dim), np.uint8),
-          "patch_positions": np.zeros((patches, 2), np.int32),
-          "patch_grids": np.zeros((patches, 2), np.int32),
-          "patch_segment_ids": np.zeros(patches, np.int32),
-      }
+  document: documents.EncodedDocument
+  start: int
+  stop: int
+
+  @property
+  def patches(self) -> list[images.Patches]:
+    return [
+        image.patches
+        for image in self.document.images
+        if self.start <= image.start < self.stop
+    ]
+
+
+class _Row:
+  """A row being filled."""
+
+  def __init__(self, shape: RowShape):
+    self._shape = shape
+    self._pieces: list[_Piece] = []
+    self._patches: list[images.Patches] = []
+    self.room, self.patch_room = shape.seq_len, shape.max_patches
 
   @property
   def is_empty(self) -> bool:
-    return not self._segments
+    return not self._pieces
 
   def add(
       self, document: documents.EncodedDocument, start: int, stop: int
   ) -> None:
     """Appends tokens [start, stop) of the document as a new segment."""
-    self._segments += 1
-    here = slice(self._tokens, self._tokens + stop - start)
-    targets = document.tokens[start + 1 : stop + 1]
-    row = self.arrays
-    row["tokens"][here] = document.tokens[start:stop]
-    row["targets"][here] = targets
-    row["segment_ids"][here] = self._segments
-    row["positions"][here] = np.arange(stop - start)
-    row["loss_mask"][here] = targets != self._media_pad_id
-    row["modality"][here] = bool(document.images)
-    self._tokens = here.stop
+    piece = _Piece(document, start, stop)
+    patches = piece.patches
+    self._pieces.append(piece)
+    self._patches += patches
     self.room -= stop - start
-    for first, _, patches in document.images:
-      if start <= first < stop:
-        self._add_image(patches)
+    self.patch_room -= sum(len(image.patches) for image in patches)
 
-  def _add_image(self, patches: images.Patches) -> None:
-    self._images += 1
-    size = len(patches.patches)
-    here = slice(self._patches, self._patches + size)
-    row = self.arrays
-    row["patches"][here] = patches.patches
-    row["patch_positions"][here] = patches.positions
-    row["patch_grids"][here] = patches.grid
-    row["patch_segment_ids"][here] = self._images
-    self._patches = here.stop
-    self.patch_room -= size
+  def finish(self, tokenizer: tokenizer_lib.Tokenizer) -> dict[str, np.ndarray]:
+    """Returns the arrays of the row, filled up with padding."""
+    pieces = self._pieces
+    sizes = [stop - start for _, start, stop in pieces]
+    tokens = np.concatenate([d.tokens[i:j] for d, i, j in pieces])
+    targets = np.concatenate([d.tokens[i + 1 : j + 1] for d, i, j in pieces])
+    first = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    values = {
+        "segment_ids": np.repeat(np.arange(1, len(sizes) + 1), sizes),
+        "positions": np.arange(len(tokens)) - first,
+        "modality": np.repeat([bool(d.images) for d, _, _ in pieces], sizes),
+    }
+    length, pad_id = self._shape.seq_len, tokenizer.pad_id
+    row = {
+        "tokens": _fill(tokens, length, np.int32, pad_id),
+        "targets": _fill(targets, length, np.int32, pad_id),
+        "loss_mask": _fill(targets != tokenizer.media_pad_id, length, bool),
+    }
+    row |= {key: _fill(v, length, np.int32) for key, v in values.items()}
+    return row | self._patch_arrays()
 
-  def finish(self) -> dict[str, np.ndarray]:
-    """Returns the arrays, patches normalised and zero where there are none."""
-    if "patches" in self.arrays:
-      patches = images.normalize(self.arrays["patches"])
-      patches[self._patches :] = 0.0
-      self.arrays["patches"] = patches
-    return self.arrays
+  def _patch_arrays(self) -> dict[str, np.ndarray]:
+    length = self._shape.max_patches
+    if not length:
+      return {}
+    # The empty arrays give a row without images its shapes.
+    sizes = np.array([len(image.patches) for image in self._patches], np.int32)
+    patches = np.concatenate([
+        np.zeros((0, self._shape.patch_dim), np.uint8),
+        *[image.patches for image in self._patches],
+    ])
+    positions = np.concatenate([
+        np.zeros((0, 2), np.int32),
+        *[image.positions for image in self._patches],
+    ])
+    grids = np.array([image.grid for image in self._patches], np.int32)
+    grids = np.repeat(grids.reshape(-1, 2), sizes, axis=0)
+    numbers = np.repeat(np.arange(1, len(sizes) + 1), sizes)
+    return {
+        "patches": _fill(images.normalize(patches), length, np.float32),
+        "patch_positions": _fill(positions, length, np.int32),
+        "patch_grids": _fill(grids, length, np.int32),
+        "patch_segment_ids": _fill(numbers, length, np.int32),
+    }
+
+
+def _fill(
+    values: np.ndarray, length: int, dtype: Any, fill: int = 0
+) -> np.ndarray:
+  """Values along the first axis, then `fill` up to `length`."""
+  result = np.full((length, *values.shape[1:]), fill, dtype)
+  result[: len(values)] = values
+  return result
 
 
 def single_row(
@@ -162,9 +188,9 @@ def single_row(
   sizes = [image.patches.patches.shape for image in document.images]
   patches = sum(size for size, _ in sizes)
   patch_dim = sizes[0][1] if sizes else 0
-  row = _Row(RowShape(length, patches, patch_dim), tokenizer)
+  row = _Row(RowShape(length, patches, patch_dim))
   row.add(document, 0, length)
-  return row.finish()
+  return row.finish(tokenizer)
 
 
 @dataclasses.dataclass
@@ -228,7 +254,7 @@ class _PackIterator(grain.DatasetIterator):
 
   def __next__(self) -> dict[str, np.ndarray]:
     self._refill()
-    row = _Row(self._shape, self._tokenizer)
+    row = _Row(self._shape)
     cut = []  # more of these would be another piece of the same document
     while (found := self._find(row)) is not None:
       position, stop = found
@@ -242,7 +268,7 @@ class _PackIterator(grain.DatasetIterator):
     self._open.extend(cut)
     if row.is_empty:
       raise StopIteration
-    return row.finish()
+    return row.finish(self._tokenizer)
 
   def _find(self, row: _Row) -> tuple[int, int] | None:
     """Which open document comes next in the row, and up to where."""
