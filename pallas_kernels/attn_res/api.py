@@ -45,9 +45,9 @@ def attn_res(
   if not isinstance(sources, jax.Array):
     sources = tuple(sources)
   _check_sources(sources, pseudo_query.shape)
-  query = _query(pseudo_query, key_scale)[None]
+  query = _query(pseudo_query, key_scale)
   candidates = {
-      "reference": lambda: reference.stats(eps, sources, query)[0][0],
+      "reference": lambda: reference.mix(eps, sources, query),
   }
   return dispatch.run("attn_res", candidates, implementation)
 

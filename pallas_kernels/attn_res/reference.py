@@ -2,8 +2,14 @@
 
 Notation: v_i [..., D] source, u [D] = key_scale * pseudo_query,
 r_i = 1 / sqrt(mean(v_i^2) + eps), s_i = r_i (u . v_i), p = softmax(s),
-h = sum_i p_i v_i. Normalised keys are never formed; the backward pass keeps
-the sources and one or two scalars per source and token.
+h = sum_i p_i v_i, G the cotangent of h. Then
+
+  ds_i = p_i (G . v_i - G . h)
+  dv_i = p_i G + ds_i r_i (u - (s_i r_i / D) v_i)
+  du   = sum over tokens and i of ds_i r_i v_i
+
+Normalised keys are never formed; the backward passes keep the inputs and a few
+scalars per source and token.
 """
 
 import functools
@@ -19,61 +25,95 @@ _einsum = functools.partial(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def stats(eps, sources, queries):
-  """Mixes the sources once per query.
+def mix(eps, sources, query):
+  """Mixes the sources by one query.
 
   Args:
     eps: added to the mean square.
     sources: tuple of S arrays [..., D], or one array [S, ..., D].
+    query: [D] fp32, key scale included.
+
+  Returns:
+    [..., D] in the sources' dtype.
+  """
+  return _mix_forward(eps, sources, query)[0]
+
+
+def _mix_forward(eps, sources, query):
+  inverse_rms = _each(lambda v: _inverse_rms(v, eps), sources)
+  logits = _each(lambda v: _dot(v, query), sources) * inverse_rms
+  weights = jax.nn.softmax(logits, axis=0)
+  if isinstance(sources, tuple):  # added up one by one, never stacked
+    mixed = sum(map(_scale, weights, sources))
+    mixed = mixed.astype(sources[0].dtype)
+  else:
+    mixed = jnp.sum(_scale(weights, sources), axis=0).astype(sources.dtype)
+  return mixed, (sources, query, inverse_rms, logits, weights)
+
+
+def _mix_backward(eps, residuals, d_mixed):
+  del eps
+  sources, query, inverse_rms, logits, weights = residuals
+  along = _each(lambda v: _dot(v, d_mixed), sources)  # G . v_i
+  d_logits = weights * (along - jnp.sum(weights * along, axis=0)[None])
+  scaled = d_logits * inverse_rms
+  back = scaled * logits * inverse_rms / query.shape[0]
+
+  def d_source(v, weight, scaled, back):
+    gradient = _scale(weight, d_mixed) + _scale(scaled, query)
+    return (gradient - _scale(back, v)).astype(v.dtype)
+
+  if isinstance(sources, tuple):
+    d_query = sum(map(_weigh_tokens, scaled, sources))
+    return tuple(map(d_source, sources, weights, scaled, back)), d_query
+  return d_source(sources, weights, scaled, back), _weigh_tokens(
+      scaled, sources
+  )
+
+
+mix.defvjp(_mix_forward, _mix_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def stats(eps, bank, queries):
+  """Mixes the bank once per query.
+
+  Args:
+    eps: added to the mean square.
+    bank: [S, ..., D].
     queries: [Q, D] fp32, key scale included.
 
   Returns:
-    partial: [Q, ..., D] sum_i p_i v_i in the sources' dtype.
+    partial: [Q, ..., D] sum_i p_i v_i in bank's dtype.
     log_sum_exp: [Q, ...] fp32 log sum_i exp(s_i).
   """
-  return _stats_forward(eps, sources, queries)[0]
+  return _stats_forward(eps, bank, queries)[0]
 
 
-def _stats_forward(eps, sources, queries):
-  inverse_rms = [_inverse_rms(source, eps) for source in sources]
-  logits = jnp.stack([
-      _dot(source, queries) * scale[None]
-      for source, scale in zip(sources, inverse_rms, strict=True)
-  ])  # [S, Q, ...]
-  log_sum_exp = jax.nn.logsumexp(logits, axis=0)
-  weights = jnp.exp(logits - log_sum_exp[None])
-  partial = sum(
-      weight[..., None] * source.astype(jnp.float32)[None]
-      for weight, source in zip(weights, sources, strict=True)
-  ).astype(sources[0].dtype)
-  residuals = sources, queries, logits, log_sum_exp, inverse_rms
+def _stats_forward(eps, bank, queries):
+  inverse_rms = _inverse_rms(bank, eps)
+  logits = _einsum("...d,qd->q...", bank.astype(jnp.float32), queries)
+  logits *= inverse_rms[None]  # [Q, S, ...]
+  log_sum_exp = jax.nn.logsumexp(logits, axis=1)
+  weights = jnp.exp(logits - log_sum_exp[:, None])
+  partial = jnp.sum(_scale(weights, bank[None]), axis=1).astype(bank.dtype)
+  residuals = bank, queries, inverse_rms, logits, weights
   return (partial, log_sum_exp), residuals
 
 
 def _stats_backward(eps, residuals, cotangents):
-  """ds_i = p_i (G . v_i - G . h + d_lse), then through s_i to v_i and u."""
   del eps
-  sources, queries, logits, log_sum_exp, inverse_rms = residuals
+  bank, queries, inverse_rms, logits, weights = residuals
   d_partial, d_log_sum_exp = cotangents
-  d_partial = d_partial.astype(jnp.float32)
-  weights = jnp.exp(logits - log_sum_exp[None])
-  along = jnp.stack([
-      jnp.sum(d_partial * source.astype(jnp.float32)[None], axis=-1)
-      for source in sources
-  ])  # [S, Q, ...], G . v_i
-  mean = jnp.sum(weights * along, axis=0)  # G . h
-  d_logits = weights * (along + (d_log_sum_exp - mean)[None])
-  d_sources, d_queries = [], 0.0
-  for i, source in enumerate(sources):
-    direct = jnp.sum(weights[i][..., None] * d_partial, axis=0)
-    through_key, d_query = _logit_backward(
-        source, queries, inverse_rms[i], logits[i], d_logits[i]
-    )
-    d_sources.append((direct + through_key).astype(source.dtype))
-    d_queries += d_query
-  if not isinstance(sources, tuple):
-    return jnp.stack(d_sources), d_queries
-  return tuple(d_sources), d_queries
+  along = _dot(bank[None], d_partial[:, None])  # [Q, S, ...], G . v_i
+  mean = jnp.sum(weights * along, axis=1)
+  d_logits = weights * (along + (d_log_sum_exp - mean)[:, None])
+  scaled = d_logits * inverse_rms[None]
+  back = jnp.sum(scaled * logits, axis=0) * inverse_rms / queries.shape[-1]
+  d_bank = jnp.sum(_scale(weights, d_partial[:, None]), axis=0)
+  d_bank += _einsum("q...,qd->...d", scaled, queries) - _scale(back, bank)
+  d_queries = _einsum("q...,...d->qd", scaled, bank.astype(jnp.float32))
+  return d_bank.astype(bank.dtype), d_queries
 
 
 stats.defvjp(_stats_forward, _stats_backward)
@@ -98,10 +138,10 @@ def merge(eps, partial, log_sum_exp, prefix, query):
 
 def _merge_forward(eps, partial, log_sum_exp, prefix, query):
   inverse_rms = _inverse_rms(prefix, eps)
-  logit = _dot(prefix, query[None])[0] * inverse_rms
+  logit = _dot(prefix, query) * inverse_rms
   gap = logit - log_sum_exp
-  mixed = _share(-gap) * partial.astype(jnp.float32)
-  mixed += _share(gap) * prefix.astype(jnp.float32)
+  mixed = _scale(jax.nn.sigmoid(gap), prefix)
+  mixed += _scale(jax.nn.sigmoid(-gap), partial)
   residuals = partial, prefix, query, inverse_rms, logit, gap
   return mixed.astype(prefix.dtype), residuals
 
@@ -109,45 +149,48 @@ def _merge_forward(eps, partial, log_sum_exp, prefix, query):
 def _merge_backward(eps, residuals, d_mixed):
   del eps
   partial, prefix, query, inverse_rms, logit, gap = residuals
-  d_mixed = d_mixed.astype(jnp.float32)
-  difference = prefix.astype(jnp.float32) - partial.astype(jnp.float32)
-  d_logit = jax.nn.sigmoid(gap) * jax.nn.sigmoid(-gap)
-  d_logit *= jnp.sum(d_mixed * difference, axis=-1)
-  through_key, d_query = _logit_backward(
-      prefix, query[None], inverse_rms, logit[None], d_logit[None]
-  )
-  d_prefix = _share(gap) * d_mixed + through_key
+  weight, rest = jax.nn.sigmoid(gap), jax.nn.sigmoid(-gap)
+  along = _dot(prefix, d_mixed) - _dot(partial, d_mixed)
+  d_logit = weight * rest * along
+  scaled = d_logit * inverse_rms
+  back = scaled * logit * inverse_rms / query.shape[0]
+  d_prefix = _scale(weight, d_mixed) + _scale(scaled, query)
+  d_prefix -= _scale(back, prefix)
   return (
-      (_share(-gap) * d_mixed).astype(partial.dtype),
+      _scale(rest, d_mixed).astype(partial.dtype),
       -d_logit,
       d_prefix.astype(prefix.dtype),
-      d_query[0],
+      _weigh_tokens(scaled, prefix),
   )
 
 
 merge.defvjp(_merge_forward, _merge_backward)
 
 
-def _inverse_rms(source, eps):
-  """[...] fp32."""
-  square = jnp.square(source.astype(jnp.float32))
+def _each(function, sources):
+  """[S, ...]: the function of every source."""
+  if isinstance(sources, tuple):
+    return jnp.stack([function(source) for source in sources])
+  return function(sources)
+
+
+def _inverse_rms(v, eps):
+  square = jnp.square(v.astype(jnp.float32))
   return jax.lax.rsqrt(jnp.mean(square, axis=-1) + eps)
 
 
-def _dot(source, queries):
-  """u . v for each query: [Q, ...] fp32."""
-  return _einsum("...d,qd->q...", source.astype(jnp.float32), queries)
+def _dot(v, other):
+  """fp32 sum over D, as a reduction: XLA reads v once for it and the RMS."""
+  other = jnp.expand_dims(other, range(v.ndim - other.ndim))
+  return jnp.sum(v.astype(jnp.float32) * other.astype(jnp.float32), axis=-1)
 
 
-def _share(gap):
-  return jax.nn.sigmoid(gap)[..., None]
+def _scale(scalars, v):
+  """scalars [..., 1] * v, v [..., D] with leading axes of scalars or fewer."""
+  v = jnp.expand_dims(v, range(scalars.ndim + 1 - v.ndim))
+  return scalars[..., None] * v.astype(jnp.float32)
 
 
-def _logit_backward(source, queries, inverse_rms, logits, d_logits):
-  """Gradient of s = r (u . v): r (u - (s r / D) v) to v, r v to u."""
-  source = source.astype(jnp.float32)
-  scaled = d_logits * inverse_rms[None]  # [Q, ...]
-  back = jnp.sum(scaled * logits, axis=0) * inverse_rms / source.shape[-1]
-  d_source = _einsum("q...,qd->...d", scaled, queries)
-  d_source -= back[..., None] * source
-  return d_source, _einsum("q...,...d->qd", scaled, source)
+def _weigh_tokens(scalars, v):
+  """[D]: the sum of scalars * v over all but the last axis."""
+  return _einsum("...,...d->d", scalars, v.astype(jnp.float32))
