@@ -15,6 +15,11 @@ _STACKED = ("layers", "expert")
 # touches their rows one by one, so that orthogonalising mixes nothing useful.
 _NOT_MATRICES = ("vocab", "position", "conv")
 
+# Of a X + b (X X^T) X + c (X X^T)^2 X, for each of five steps. Written out per
+# step, they make optax loop over the steps rather than unroll them: 46
+# parameters then compile in 11 CPU seconds instead of 17, and run as fast.
+_COEFFICIENTS = ((3.4445, -4.7750, 2.0315),) * 5
+
 
 def dimension_numbers(
     names: LogicalNames,
@@ -76,7 +81,9 @@ def scale_by_muon(
     return 0.2 * math.sqrt(max(rows, columns)) * update
 
   return optax.chain(
-      contrib.scale_by_muon(beta=momentum, weight_dimension_numbers=dimensions),
+      contrib.scale_by_muon(
+          _COEFFICIENTS, beta=momentum, weight_dimension_numbers=dimensions
+      ),
       optax.stateless(
           lambda updates, _: jax.tree.map(scale, updates, dimensions)
       ),

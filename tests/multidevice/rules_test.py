@@ -70,7 +70,7 @@ class ShardedTest(absltest.TestCase):
         config_lib.OptimConfig(), rules.logical_names(self.boxed), 10
     )
     params, grads = _values(0), _values(1)
-    state = optimizer.init(params)
+    state = jax.jit(optimizer.init)(params)
     expected, _ = jax.jit(optimizer.update)(grads, state, params)
 
     state_shardings = rules.optimizer_shardings(

@@ -104,7 +104,7 @@ class BuildTest(parameterized.TestCase):
 
   def test_every_parameter_has_the_state_of_exactly_one_rule(self):
     optimizer = build.make_optimizer(config_lib.OptimConfig(), NAMES, 10)
-    inner = optimizer.init(_tree(0))[1].inner_states
+    inner = jax.eval_shape(optimizer.init, _tree(0))[1].inner_states
     muon = inner["muon"].inner_state[0].mu
     adam = inner["adam"].inner_state.mu
     for name in NAMES:
