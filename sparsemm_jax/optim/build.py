@@ -41,15 +41,17 @@ def make_optimizer(
       rules,
       is_leaf=_is_rule,
   )
-  transforms = {
-      "muon": muon.scale_by_muon(config.muon_momentum, rules),
-      "adam": optax.scale_by_adam(
-          config.adam_b1, config.adam_b2, config.adam_eps
-      ),
-  }
   return optax.chain(
       optax.clip_by_global_norm(config.clip_norm),
-      optax.partition(transforms, labels),
+      optax.partition(
+          {
+              "muon": muon.scale_by_muon(config.muon_momentum, rules),
+              "adam": optax.scale_by_adam(
+                  config.adam_b1, config.adam_b2, config.adam_eps
+              ),
+          },
+          labels,
+      ),
       optax.add_decayed_weights(
           config.weight_decay,
           jax.tree.map(decays, names, is_leaf=is_names),

@@ -102,7 +102,7 @@ def optimizer_shardings(
   """
   replicated = sharding.NamedSharding(mesh, sharding.PartitionSpec())
   return optax.tree_map_params(
-      optimizer,
+      optimizer.init,
       lambda leaf, like: leaf if _is_masked(leaf) else like,
       opt_state,
       params,

@@ -7,7 +7,7 @@ and renames it when complete. It may be restored on other devices than it was
 saved from.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Mapping
 import contextlib
 import signal
 from typing import Any, NamedTuple
@@ -59,7 +59,9 @@ class CheckpointManager:
     self._config = config
     self._directory = epath.Path(workdir).absolute() / FOLDER
     train = config.train
-    keep = [checkpoint_managers.LatestN(train.keep_latest)]
+    keep: list[checkpoint_managers.PreservationPolicy] = [
+        checkpoint_managers.LatestN(train.keep_latest)
+    ]
     if train.keep_every is not None:
       keep.append(checkpoint_managers.EveryNSteps(train.keep_every))
     self._manager = ocp.CheckpointManager(
@@ -225,7 +227,7 @@ def load_step(path: epath.Path) -> int:
 
 def restore_variables(
     path: epath.Path, params: Any, router_state: Any
-) -> dict[str, Any]:
+) -> Mapping[str, Any]:
   """Restores what the model needs, and not the optimizer's state.
 
   Args:
@@ -249,7 +251,7 @@ class StopSignal:
 
 
 @contextlib.contextmanager
-def stop_on_sigterm() -> Iterator[StopSignal]:
+def stop_on_sigterm() -> Generator[StopSignal]:
   """Turns the first SIGTERM into a request; a second one ends the process."""
   stop = StopSignal()
 
@@ -264,7 +266,7 @@ def stop_on_sigterm() -> Iterator[StopSignal]:
     signal.signal(signal.SIGTERM, before)
 
 
-def _handlers():
+def _handlers() -> dict[str, Any]:
   return {
       "state": ocp.PyTreeCheckpointHandler(),
       "data": grain.checkpoint.CheckpointHandler(),
