@@ -307,7 +307,7 @@ class StageConfig:
   micro_batches: int = 1  # gradient accumulation
   max_patches: int = 0  # image patches per row; 0: no images in this stage
   mixture: dict[str, float] = dataclasses.field(
-      default_factory=lambda: {"digits": 1.0, "python": 1.0}
+      default_factory=lambda: {"python": 1.0}
   )  # source name -> weight, of packed rows
 
   def __post_init__(self):
@@ -401,7 +401,7 @@ class MeshConfig:
 class TrainConfig:
   """The loop."""
 
-  stages: tuple[StageConfig, ...] = (StageConfig(steps=100, max_patches=64),)
+  stages: tuple[StageConfig, ...] = (StageConfig(steps=100),)
   seed: int = 0
   z_loss_weight: float = 0.0
   max_nonfinite_in_a_row: int = 10  # skipped steps that stop the run

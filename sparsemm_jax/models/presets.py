@@ -25,7 +25,7 @@ def _tiny() -> config_lib.ModelConfig:
           expert_hidden_dim=64, num_shared_experts=1,
       ),
       vision=config_lib.VisionConfig(
-          patch_size=2, d_model=64, num_layers=2, num_heads=2, head_dim=32,
+          patch_size=4, d_model=64, num_layers=2, num_heads=2, head_dim=32,
           mlp_hidden_dim=128, position_table_size=8,
           max_patches_per_image=256, max_patches_per_side=32,
       ),
