@@ -7,6 +7,7 @@ row of a 128-byte-swizzled tile is read by a warp without bank conflicts.
 
 The functions here are the few things that Pallas has no word for, written on
 MLIR; each has a twin in array terms for the interpreter, which knows no MLIR.
+The twins handle the 16 rows at once, as arrays of [4 warps, 16 rows, K / 2].
 """
 
 import dataclasses
@@ -61,75 +62,96 @@ class Lanes:
     return 128 * self.vector
 
   @property
+  def rows(self) -> tuple:
+    """The rows of a warp, r and r + 8 (of one swizzle and address) together."""
+    if self.interpret:
+      return (slice(None),)
+    return tuple(r + h for r in range(8) for h in (0, 8))
+
+  def running_sums(self, values: dict) -> tuple[dict, jax.Array]:
+    """Inclusive sums over a warp's rows of {row: value}, and the total."""
+    if self.interpret:
+      [(key, value)] = values.items()
+      sums = jnp.cumsum(value, axis=1)
+      return {key: sums}, sums[:, -1:]
+    sums, total = {}, None
+    for r in range(ROWS):
+      total = values[r] if total is None else total + values[r]
+      sums[r] = total
+    return sums, total
+
+  @property
   def layout(self):
     return plgpu.Layout.WG_STRIDED((self.size,), vec_size=self.vector)
 
-  def load_tile(self, ref, row: int) -> jax.Array:
+  def load_tile(self, ref, row) -> jax.Array:
     """Row 16w + row of a swizzled [64, K] 16-bit tile."""
     if self.interpret:
-      return self._twin_load(ref, row)
+      return self._twin_load(ref)
     return self._load(ref, lambda at: at.tile(row), TILED)
 
-  def load_plain(self, ref, row: int) -> jax.Array:
+  def load_plain(self, ref, row) -> jax.Array:
     """Row 16w + row of a plain [64, K] tile."""
     if self.interpret:
-      return self._twin_load(ref, row)
+      return self._twin_load(ref)
     return self._load(ref, lambda at: (at.row(row), at.channel), ())
 
-  def store_tile(self, ref, row: int, value, *, upper_offset=0) -> None:
+  def store_tile(self, ref, row, value, *, upper_offset=0) -> None:
     """Writes row 16w + row of a swizzled tile, plus an offset for w >= 2."""
     if self.interpret:
-      for w in range(4):
-        at = ROWS * w + row + upper_offset * (w >= 2)
-        ref[at, self._columns] = value.reshape(4, -1)[w]
+      value = value.reshape(4 * ROWS, -1)
+      if upper_offset:
+        ref[pl.ds(0, 2 * ROWS), self._columns] = value[: 2 * ROWS]
+        upper = pl.ds(2 * ROWS + upper_offset, 2 * ROWS)
+        ref[upper, self._columns] = value[2 * ROWS :]
+      else:
+        ref[pl.ds(0, 4 * ROWS), self._columns] = value
       return
     self._store(ref, value, lambda at: at.tile(row, upper_offset), TILED)
 
-  def store_plain(self, ref, row: int, value) -> None:
+  def store_plain(self, ref, row, value) -> None:
     """Writes row 16w + row of a plain [64, >= K] tile."""
     if self.interpret:
-      for w in range(4):
-        ref[ROWS * w + row, self._columns] = value.reshape(4, -1)[w]
+      ref[pl.ds(0, 4 * ROWS), self._columns] = value.reshape(4 * ROWS, -1)
       return
     self._store(ref, value, lambda at: (at.row(row), at.channel), ())
 
   def load_channels(self, ref) -> jax.Array:
     """This thread's channels of a plain [K] array."""
     if self.interpret:
-      return jnp.tile(ref[self._columns], 4)
+      return jnp.tile(ref[self._columns], (4, 1, 1))
     return self._load(ref, lambda at: (at.channel,), ())
 
   def store_channels(self, ref, value) -> None:
     """All warps write the same [K] array."""
     if self.interpret:
-      ref[self._columns] = value.reshape(4, -1)[0]
+      ref[self._columns] = value[0, 0]
       return
     self._store(ref, value, lambda at: (at.channel,), ())
 
   def store_group(self, ref, value) -> None:
     """Warp w writes row w of a plain [4, K] array."""
     if self.interpret:
-      for w in range(4):
-        ref[w, self._columns] = value.reshape(4, -1)[w]
+      ref[:, self._columns] = value[:, 0]
       return
     self._store(ref, value, lambda at: (at.warp, at.channel), ())
 
   def load_group(self, ref) -> jax.Array:
     """Warp w reads row w of a plain [4, K] array."""
     if self.interpret:
-      return jnp.concatenate([ref[w, self._columns] for w in range(4)])
+      return ref[:, self._columns][:, None]
     return self._load(ref, lambda at: (at.warp, at.channel), ())
 
-  def load_row_value(self, ref, row: int) -> jax.Array:
+  def load_row_value(self, ref, row) -> jax.Array:
     """Element 16w + row of a plain [64] array, for all channels."""
     if self.interpret:
-      return jnp.repeat(ref[...].reshape(4, ROWS)[:, row], self.size // 4)
+      return ref[...].reshape(4, ROWS, 1)
     return self._load(ref, lambda at: (at.row(row),), (), scalar=True)
 
   def where_warp_from(self, level: int, x, y) -> jax.Array:
     """x in warps >= level, y below."""
     if self.interpret:
-      return jnp.where(jnp.arange(self.size) // (self.size // 4) >= level, x, y)
+      return jnp.where(jnp.arange(4)[:, None, None] >= level, x, y)
     struct = plgpu.ShapeDtypeStruct((self.size,), x.dtype, layout=self.layout)
 
     @plgpu.inline_mgpu(
@@ -189,10 +211,8 @@ class Lanes:
   def _columns(self):
     return pl.ds(self.half * (self.width // 2), self.width // 2)
 
-  def _twin_load(self, ref, row):
-    return jnp.concatenate(
-        [ref[ROWS * w + row, self._columns] for w in range(4)]
-    )
+  def _twin_load(self, ref):
+    return ref[pl.ds(0, 4 * ROWS), self._columns].reshape(4, ROWS, -1)
 
   def _array(self, register, dtype):
     return _one_register(register, self.layout, dtype)

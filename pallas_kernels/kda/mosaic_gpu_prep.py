@@ -335,8 +335,8 @@ def _gate_sums(plan, lanes, slope, s):
   """Running sums of the log2 decay over this thread's 16 rows."""
   if plan.raw:
     bias = lanes.load_channels(s["channels"].at[0])
-  sums = []
-  for r in range(lanes_lib.ROWS):
+  decays = {}
+  for r in lanes.rows:
     z = lanes.load_plain(s["z_tile"], r).astype(jnp.float32)
     if plan.raw:
       e = jnp.exp2(-(z * slope + bias))
@@ -346,8 +346,9 @@ def _gate_sums(plan, lanes, slope, s):
     if plan.masked:
       flags = lanes.load_row_value(s["masks"].at[1], r)
       g = jnp.where((flags & VALID) != 0, g, 0.0)
-    sums.append(sums[-1] + g if sums else g)
-  lanes.store_group(s["totals"], sums[-1])
+    decays[r] = g
+  sums, total = lanes.running_sums(decays)
+  lanes.store_group(s["totals"], total)
   return sums
 
 
@@ -387,8 +388,7 @@ def _decayed_tiles(plan, lanes, sums, s):
     gam = jnp.where(keeps, gam, 0.0)
   lanes.store_group(s["powers"], jnp.exp2(middle))
   lanes.store_channels(s["channels"].at[1], gam)
-  # Rows r and r + 8 share their swizzle, hence their addresses.
-  for r in (r + h for r in range(8) for h in (0, 8)):
+  for r in lanes.rows:
     decay = ((base + sums[r]) + _TO_GRID) - _TO_GRID - middle
     plus, minus = jnp.exp2(decay), jnp.exp2(-decay)
     k = lanes.load_tile(s["k_tile"], r).astype(jnp.float32)
@@ -510,7 +510,7 @@ def _invert(parts, blocks_ref, interpret):
   inverse = lanes_lib.invert_diagonal_blocks(diagonal, interpret)
 
   def merge_16(a, b, rows):
-    products = _split_products(a, b, blocks_ref, rows)
+    products = _split_products(a, b, blocks_ref, rows, interpret)
     return jnp.where(block == 1, products[0], products[1])
 
   right = merge_16(beside, inverse, ((0, size), (2 * size, size)))
@@ -520,8 +520,9 @@ def _invert(parts, blocks_ref, interpret):
   pair = jnp.concatenate(
       [jnp.where(odd, -below, inverse), jnp.where(odd, inverse, zero)], axis=1
   )
-  [right] = _split_products(corner, pair, blocks_ref, ((0, HALF),))
-  [below] = _split_products(pair, right, blocks_ref, ((HALF, HALF),))
+  top, bottom = ((0, HALF),), ((HALF, HALF),)
+  [right] = _split_products(corner, pair, blocks_ref, top, interpret)
+  [below] = _split_products(pair, right, blocks_ref, bottom, interpret)
   upper = lanes_lib.tile_indices(HALF, interpret)[0] >= HALF
   wide_zero = jnp.concatenate([zero, zero], axis=1)
   return jnp.concatenate(
@@ -530,7 +531,7 @@ def _invert(parts, blocks_ref, interpret):
   )
 
 
-def _split_products(a, b, blocks_ref, rows):
+def _split_products(a, b, blocks_ref, rows, interpret):
   """a @ b[first : first + count] in fp32 for each (first, count) of rows."""
   columns = pl.ds(0, b.shape[1])
   for i, part in enumerate(_split(b)):
@@ -540,6 +541,10 @@ def _split_products(a, b, blocks_ref, rows):
 
   def multiply(*accs):
     for left, right in ((a_high, 0), (a_low, 0), (a_high, 1)):
+      if interpret:  # its wgmma takes no registers
+        staged = blocks_ref.at[2, :, pl.ds(0, a.shape[1])]
+        staged[...] = left
+        left = staged
       for acc, (first, count) in zip(accs, rows, strict=True):
         window = blocks_ref.at[right, pl.ds(first, count), columns]
         plgpu.wgmma(acc, left, window)
@@ -561,7 +566,7 @@ def _scale_to_state(plan, width, interpret, s):
   for half in (0, 1):
     lanes = lanes_lib.Lanes.create(width, half, interpret)
     power = lanes.load_group(s["powers"]).astype(jnp.bfloat16)
-    for r in (r + h for r in range(8) for h in (0, 8)):
+    for r in lanes.rows:
       if plan.masked:
         flags = lanes.load_row_value(s["masks"].at[1], r)
       for name, factor in (("k_tile", -power), ("q_tile", power)):

@@ -1,0 +1,171 @@
+"""Bounded-decay attention on Hopper: what its kernels serve, and their order.
+
+Forward: `mosaic_gpu_prep` (everything local to a chunk, chunks in parallel),
+then `mosaic_gpu_scan` (the state from chunk to chunk). The L2 norm, the gate,
+its sigmoid and its cumulative sum never leave the chip. README.md has the
+picture, NOTES.md what each version cost.
+"""
+
+import functools
+import math
+
+import jax
+from jax import numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.kda import mosaic_gpu_prep as prep_lib
+from pallas_kernels.kda import mosaic_gpu_scan as scan_lib
+from pallas_kernels.kda import segments
+
+CHUNK = prep_lib.CHUNK
+WIDTHS = (64, 128)
+# In a 32-row half the smallest factor, 2^(16 lower_bound log2(e)), keeps 9
+# bits in bf16 (subnormals included) down to here.
+LOWEST_BOUND = -5.2
+
+
+def fused_kda(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    z: Float[Array, "B T HV K"],
+    beta_logits: Float[Array, "B T HV"],
+    a_log: Float[Array, " HV"],
+    dt_bias: Float[Array, "HV K"],
+    *,
+    lower_bound: float,
+    scale: float,
+    initial_state: Float[Array, "B HV K V"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
+  """`api.fused_kda`, its checks done; q, k and v in bf16.
+
+  Raises:
+    NotImplementedError: widths, dtypes or a bound that the kernels do not
+      serve.
+  """
+  _check_served(q, k, v, z)
+  if not LOWEST_BOUND <= lower_bound < 0.0:
+    raise NotImplementedError(
+        f"lower_bound {lower_bound} is not in [{LOWEST_BOUND}, 0)"
+    )
+  slope = jnp.exp(a_log.astype(jnp.float32)) * prep_lib.LOG2_E
+  bias = slope[:, None] * dt_bias.astype(jnp.float32)
+  beta = jax.nn.sigmoid(beta_logits.astype(jnp.float32))
+  return _run(
+      True, scale, lower_bound, interpret, q, k, v, z, beta, slope, bias,
+      initial_state, segment_ids,
+  )
+
+
+def chunk_kda(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HV K"],
+    beta: Float[Array, "B T HV"],
+    *,
+    scale: float,
+    initial_state: Float[Array, "B HV K V"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
+  """`api.chunk_kda`, its checks done; q, k and v in bf16.
+
+  A decay below LOWEST_BOUND nats per token acts as LOWEST_BOUND: at most
+  exp(LOWEST_BOUND) = 0.0055 of the state is kept where less was asked for.
+
+  Raises:
+    NotImplementedError: widths or dtypes that the kernels do not serve.
+  """
+  _check_served(q, k, v, g)
+  value_heads, width = g.shape[2:]
+  unused = jnp.zeros((value_heads,)), jnp.zeros((value_heads, width))
+  return _run(
+      False, scale, LOWEST_BOUND, interpret, q, k, v, g,
+      beta.astype(jnp.float32), *unused, initial_state, segment_ids,
+  )
+
+
+def _check_served(q, k, v, z):
+  key_width, value_width = q.shape[-1], v.shape[-1]
+  if key_width not in WIDTHS or value_width not in WIDTHS:
+    raise NotImplementedError(
+        f"widths K {key_width}, V {value_width} are not in {WIDTHS}"
+    )
+  for name, x in (("q", q), ("k", k), ("v", v)):
+    if x.dtype != jnp.bfloat16:
+      raise NotImplementedError(f"{name} is {x.dtype}, not bfloat16")
+  if z.dtype not in (jnp.bfloat16, jnp.float32):
+    raise NotImplementedError(f"the gate is {z.dtype}, not bfloat16 or float32")
+  if not v.size:
+    raise NotImplementedError("no tokens")
+
+
+def _run(raw, scale, lower_bound, interpret, q, k, v, z, beta, slope, bias,
+         initial_state, segment_ids):
+  batch, tokens, _, width = q.shape
+  value_heads, values = v.shape[2:]
+  padded = -(-tokens // CHUNK) * CHUNK
+  masked = segment_ids is not None or padded != tokens
+  plan = prep_lib.Plan(
+      raw=raw, scale=float(scale), lower_bound=float(lower_bound),
+      masked=masked, interpret=interpret,
+      pairs=1 if interpret is not None else 2,
+  )
+  runs = flags = None
+  if masked:
+    runs, flags = _rows_of(segment_ids, batch, tokens, padded)
+  beta = _pad_tokens(beta, padded).transpose(0, 2, 1)
+  if initial_state is None:
+    initial_state = jnp.zeros((batch, value_heads, width, values))
+  # TMA fills rows past the end with zeros, if whole tiles of 8 rows are there
+  # and the array is no smaller than a chunk.
+  whole = interpret is not None or tokens < CHUNK
+  rows = padded if whole else -(-tokens // 8) * 8
+  if rows != tokens:
+    q, k, v, z = (_pad_tokens(x, rows) for x in (q, k, v, z))
+  out, final = _attend(
+      plan, q, k, v, z, beta, slope, bias, initial_state, runs, flags
+  )
+  return out[:, :tokens], final
+
+
+def _pad_tokens(x, padded):
+  amount = padded - x.shape[1]
+  return jnp.pad(x, ((0, 0), (0, amount)) + ((0, 0),) * (x.ndim - 2))
+
+
+def _rows_of(segment_ids, batch, tokens, padded):
+  """Each row's run and its flags, [B, T64] int32."""
+  if segment_ids is None:
+    segment_ids = jnp.ones((batch, tokens), jnp.int32)
+  valid, runs = segments.runs_of(_pad_tokens(segment_ids, padded))
+  by_chunk = runs.reshape(batch, -1, CHUNK)
+  last = by_chunk[:, :, -1]
+  before = jnp.pad(last, ((0, 0), (1, 0)))[:, :-1]
+  reads = valid & (by_chunk == before[..., None]).reshape(runs.shape)
+  writes = valid & (by_chunk == last[..., None]).reshape(runs.shape)
+  keeps = jnp.repeat(before == last, CHUNK, axis=1)
+  flags = sum(
+      jnp.where(condition, bit, 0)
+      for condition, bit in (
+          (valid, prep_lib.VALID),
+          (reads, prep_lib.READS_STATE),
+          (writes, prep_lib.WRITES_STATE),
+          (keeps, prep_lib.KEEPS_STATE),
+      )
+  )
+  return runs, flags.astype(jnp.int32)
+
+
+#VJP
+def _attend(plan, q, k, v, z, beta, slope, bias, initial, runs, flags):
+  """o [B, T, HV, V] and the final state, from per-chunk tiles and a scan."""
+  tiles = prep_lib.prep(plan, q, k, z, beta, slope, bias, runs, flags)
+  out, final = scan_lib.scan(
+      plan, tiles, v, initial.swapaxes(2, 3), flags, output=True
+  )
+  return out, final.swapaxes(2, 3)
