@@ -52,6 +52,8 @@ def kda(
     out: [B, T, HV, V] in v's dtype.
     final_state: [B, HV, K, V] fp32.
   """
+  if not q.shape[1]:
+    return jnp.zeros_like(v), initial_state
   return _kda(float(scale), q, k, v, g, beta, initial_state, runs)
 
 
@@ -113,7 +115,7 @@ def _layout(q, v):
   value_heads, value_width = v.shape[2:]
   per_chunk = batch * value_heads * _CHUNK * max(key_width, value_width)
   most = max(1, _GROUP_ELEMENTS // per_chunk)
-  chunks = max(1, -(-tokens // _CHUNK))
+  chunks = -(-tokens // _CHUNK)
   groups = -(-chunks // most)
   return _Layout(
       batch, tokens, heads, value_heads, groups, -(-chunks // groups)
@@ -275,11 +277,6 @@ def _group_gradient(local, states, d_out, d_state, operand):
   d_decay += local.q * dq_entry + local.k * (dk_entry - dk_exit)
   d_last = jnp.sum(local.k * dk_exit, axis=2)
   d_last += factors.end * jnp.sum(states * d_ends, axis=-1)
-  dg = _sum_from_here(d_decay.at[:, :, -1].add(d_last))
+  dg = intra.sum_from_here(d_decay.at[:, :, -1].add(d_last))
   dk += dk_entry + dk_exit
   return d_state, (dq + dq_entry, dk, dv, dg, d_beta)
-
-
-def _sum_from_here(x):
-  """Reverse cumulative sum over a chunk's tokens, axis 2."""
-  return jnp.flip(jnp.cumsum(jnp.flip(x, axis=2), axis=2), axis=2)

@@ -34,7 +34,7 @@ class Decays(NamedTuple):
   up: jax.Array  # [n, Z, t, c, K] exp(D) * 2^32
   down: jax.Array  # [n, Z, t, c, K] exp(-D) * 2^-32
   rest: jax.Array  # [n, Z, t, c, K] exp(E - D), row to the next tile's start
-  between: list  # [r][s] -> [n, Z, K] exp(R_r - R_{s+1}), s < r
+  between: list  # per r, [n, Z, r, K] exp(R_r - R_{s+1}), s < r
   entry: jax.Array  # [n, Z, C, K] exp(G), 0 outside the state's segment
   exit: jax.Array  # [n, Z, C, K] exp(G_end - G), 0 outside the last segment
   end: jax.Array  # [n, Z, K] exp(G_end), 0 if a segment starts inside
@@ -51,31 +51,33 @@ def decays(g, runs, previous) -> Decays:
   n, z, _, width = g.shape
   tiles = g.reshape(n, z, _TILES, TILE, width)
   first = tiles[..., 0, :]  # [n, Z, t, K]
-  inner = jnp.cumsum(tiles.at[..., 0, :].set(0.0), axis=3)
-  last = inner[..., -1, :]
-  step = last.at[..., :-1, :].add(first[..., 1:, :])  # E
-  start = [first[..., 0, :]]
-  for s in range(_TILES):
-    start.append(start[-1] + step[..., s, :])  # R_0 ... R_t = G_end
-  half_up, half_down = jnp.exp(0.5 * inner), jnp.exp(-0.5 * inner)
+  zero = jnp.zeros_like(first[..., None, :])
+  inner = jnp.concatenate([zero, tiles[..., 1:, :]], axis=3)
+  inner = jax.lax.cumsum(inner, axis=3)  # D
+  following = jnp.concatenate([first[:, :, 1:], zero[:, :, :1, 0]], axis=2)
+  step = inner[..., -1, :] + following  # E
+  start = jnp.concatenate([first[:, :, :1], step], axis=2)
+  start = jax.lax.cumsum(start, axis=2)  # R_0 ... R_t = G_end
+  between = [
+      jnp.exp(start[:, :, r : r + 1] - start[:, :, 1 : r + 1])
+      for r in range(_TILES + 1)
+  ]
+  half_up = jnp.exp(0.5 * inner)
+  half_down = 1.0 / half_up  # exp(-37.5) at the least: no cliff
   up = (half_up * _SHIFT) * half_up
   down = (half_down / _SHIFT) * half_down
   rest = jnp.exp(step[..., None, :] - inner)
-  to_start = jnp.stack([jnp.exp(r) / _SHIFT for r in start[:-1]], axis=2)
-  to_end = jnp.stack([jnp.exp(start[-1] - r) for r in start[1:]], axis=2)
-  entry = (up * to_start[..., None, :]).reshape(g.shape)
-  exit_ = (rest * to_end[..., None, :]).reshape(g.shape)
-  end = jnp.exp(start[-1])
+  from_start = jnp.exp(start)
+  end = from_start[:, :, -1]
+  from_start = (from_start[:, :, :-1] / _SHIFT)[..., None, :]
+  entry = (up * from_start).reshape(g.shape)
+  exit_ = (rest * between[-1][..., None, :]).reshape(g.shape)
   if runs is not None:
     before = previous[..., :1]  # the run that the incoming state belongs to
     same = runs[..., -1:] == before
     entry = jnp.where((runs == before)[..., None], entry, 0.0)
     exit_ = jnp.where((runs == runs[..., -1:])[..., None], exit_, 0.0)
     end = jnp.where(same, end, 0.0)
-  between = [
-      [jnp.exp(start[r] - start[s + 1]) for s in range(r)]
-      for r in range(_TILES)
-  ]
   return Decays(up, down, rest, between, entry, exit_, end)
 
 
@@ -112,12 +114,15 @@ def tile_rows(q, k, factors: Decays):
   left, right = [], []
   for r in range(_TILES):
     left.append(jnp.concatenate([q_up[:, :, r], k_up[:, :, r]], axis=2))
-    columns = [
-        k_rest[:, :, s] * (factors.between[r][s] / _SHIFT)[:, :, None]
-        for s in range(r)
-    ]
-    right.append(jnp.concatenate([*columns, k_down[:, :, r]], axis=2))
+    earlier = k_rest[:, :, :r] * _across(factors, r)
+    earlier = earlier.reshape(*shape[:2], r * TILE, shape[-1])
+    right.append(jnp.concatenate([earlier, k_down[:, :, r]], axis=2))
   return left, right
+
+
+def _across(factors, r):
+  """[n, Z, r, 1, K] from the tiles after s < r to tile r, times 2^-32."""
+  return (factors.between[r] / _SHIFT)[:, :, :, None]
 
 
 def scores(left, right, masks, operand):
@@ -174,8 +179,7 @@ def scores_gradient(d_qk, d_kk, left, right, factors: Decays, operand):
       rows and columns that the products saw, so that the two ends of every
       pair cancel in the sum over tokens at any operand dtype.
   """
-  dq, dk_row, rising = [], [], []
-  dk_column, falling = [0.0] * _TILES, [0.0] * _TILES
+  dq, dk_row, rising, dk_column, falling = [], [], [], 0.0, 0.0
   for r in range(_TILES):
     rows = slice(r * TILE, (r + 1) * TILE)
     width = (r + 1) * TILE
@@ -190,18 +194,23 @@ def scores_gradient(d_qk, d_kk, left, right, factors: Decays, operand):
     dk_row.append(d_left[:, :, TILE:] * up)
     d_right = dot("nzij,nzik->nzjk", block, left[r], operand)
     weighed = d_right * right[r].astype(operand).astype(d_right.dtype)
-    for s in range(r + 1):
-      columns = slice(s * TILE, (s + 1) * TILE)
-      if s < r:
-        across = (factors.between[r][s] / _SHIFT)[:, :, None]
-        factor = factors.rest[:, :, s] * across
-      else:
-        factor = factors.down[:, :, s]
-      dk_column[s] += d_right[:, :, columns] * factor
-      falling[s] += weighed[:, :, columns]
+    earlier = factors.rest[:, :, :r] * _across(factors, r)
+    factor = jnp.concatenate([earlier, factors.down[:, :, r : r + 1]], axis=2)
+    pad = [(0, 0), (0, 0), (0, CHUNK - width), (0, 0)]
+    dk_column += jnp.pad(d_right * factor.reshape(d_right.shape), pad)
+    falling += jnp.pad(weighed, pad)
   join = functools.partial(jnp.concatenate, axis=2)
-  dk = join(dk_row) + join(dk_column)
-  return join(dq), dk, join(rising) - join(falling)
+  return join(dq), join(dk_row) + dk_column, join(rising) - falling
+
+
+def sum_from_here(x):
+  """Sums [n, Z, C, K] over each chunk's tokens from every token onwards."""
+  n, z, _, width = x.shape
+  tiles = x.reshape(n, z, _TILES, TILE, width)
+  inner = jax.lax.cumsum(tiles, axis=3, reverse=True)
+  later = jnp.pad(inner[:, :, 1:, 0], ((0, 0), (0, 0), (0, 1), (0, 0)))
+  later = jax.lax.cumsum(later, axis=2, reverse=True)
+  return (inner + later[:, :, :, None]).reshape(x.shape)
 
 
 def unit_lower_inverse(lower):
