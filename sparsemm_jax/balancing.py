@@ -208,15 +208,14 @@ def switch_loss(
   num_experts = scores.shape[-1]
   counts = expert_counts(expert_indices, num_experts, token_mask)
   load = counts / jnp.maximum(jnp.sum(counts), 1)
-  scores = scores.astype(jnp.float32)
-  share = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
   if token_mask is None:
-    mean_share = jnp.mean(share, axis=0)
-  else:
-    tokens = jnp.maximum(jnp.sum(token_mask), 1)
-    mean_share = (
-        jnp.sum(jnp.where(token_mask[:, None], share, 0.0), axis=0) / tokens
-    )
+    token_mask = jnp.ones(scores.shape[0], bool)
+  counted = token_mask[:, None]
+  # Selected before and after: a NaN at padding reaches no gradient.
+  scores = jnp.where(counted, scores.astype(jnp.float32), 1.0)
+  share = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
+  tokens = jnp.maximum(jnp.sum(token_mask), 1)
+  mean_share = jnp.sum(jnp.where(counted, share, 0.0), axis=0) / tokens
   return weight * num_experts * jnp.sum(load * mean_share)
 
 
@@ -259,6 +258,5 @@ def _margin_range(bias):
 
 def _count(indices, length):
   """[length] int32 occurrences; an index of `length` or more is not counted."""
-  return jnp.zeros(length, jnp.int32).at[indices.reshape(-1)].add(
-      1, mode="drop"
-  )
+  counts = jnp.zeros(length, jnp.int32)
+  return counts.at[indices.reshape(-1)].add(1, mode="drop")

@@ -1,38 +1,425 @@
 """Routing and balancing: golden numbers, edge cases, exactness."""
 
-from absl.testing import absltest
-from absl.testing import parameterized
+import functools
+
+from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sparsemm_jax import balancing
+from tests import testing
+
+_route = jax.jit(balancing.route, static_argnums=2)
+_histogram = jax.jit(balancing.margin_histogram, static_argnames="num_bins")
+_quantile = jax.jit(
+    balancing.quantile_bias, static_argnames="num_experts_per_token"
+)
+_counts = jax.jit(balancing.expert_counts, static_argnums=1)
 
 
-def _golden_scores(tokens=8, experts=4, slope=0.5):
+def _golden_scores(tokens, experts, slope):
   i, j = np.mgrid[:tokens, :experts]
-  centre = (experts - 1) / 2
-  logits = np.sin(3 * i + 5 * j) + slope * (centre - j)
+  logits = np.sin(3 * i + 5 * j) + slope * ((experts - 1) / 2 - j)
   return 1.0 / (1.0 + np.exp(-logits))
 
 
+def _oracle_margins(scores, bias, k):
+  """Loads and r_ij = cutoff_i - s_ij in float64."""
+  biased = scores + bias
+  order = np.argsort(-biased, axis=-1, kind="stable")
+  cutoff = np.take_along_axis(biased, order[:, k : k + 1], axis=-1)
+  loads = np.bincount(order[:, :k].ravel(), minlength=scores.shape[1])
+  return loads, cutoff - scores, cutoff[:, 0]
+
+
+def _step(scores, bias, k, num_bins=1000, token_mask=None):
+  """One optimizer step's counts and next bias."""
+  routing = _route(scores, bias, k)
+  histogram = _histogram(
+      scores, routing.cutoff, bias, num_bins=num_bins, token_mask=token_mask
+  )
+  counts = _counts(routing.expert_indices, scores.shape[1], token_mask)
+  return counts, _quantile(histogram, bias, num_experts_per_token=k)
+
+
+def _random_scores(tokens, experts, seed=0, spread=1.0):
+  """Scores of experts with very different popularity."""
+  rng = np.random.default_rng(seed)
+  logits = rng.normal(size=(tokens, experts))
+  offset = spread * np.random.default_rng(99).normal(size=experts)
+  return (1.0 / (1.0 + np.exp(-logits - offset))).astype(np.float32)
+
+
 class GoldenTest(parameterized.TestCase):
+  """The two worked examples of spec/experts.md 4.10."""
 
   @parameterized.parameters(
       (1000, (-0.096, -0.012, 0.116, 0.000667)),
       (16, (-0.09375, 0.0, 0.125, 0.041667)),
+      # Fine bins reach the q-th smallest margin itself.
+      (100_000, (-0.096625, -0.013952, 0.115766, 0.0)),
   )
   def test_histogram_bias(self, num_bins, uncentred):
-    scores, bias = jnp.float32(_golden_scores()), jnp.zeros(4)
-    routing = balancing.route(scores, bias, 1)
-    counts = balancing.expert_counts(routing.expert_indices, 4)
+    scores = _golden_scores(8, 4, 0.5).astype(np.float32)
+    bias = np.zeros(4, np.float32)
+    counts, new = _step(scores, bias, 1, num_bins)
     np.testing.assert_array_equal(counts, [5, 2, 0, 1])
-    histogram = balancing.margin_histogram(
-        scores, routing.cutoff, bias, num_bins=num_bins
-    )
-    new = balancing.quantile_bias(histogram, bias, num_experts_per_token=1)
     expected = np.array(uncentred) - np.mean(uncentred)
-    np.testing.assert_allclose(new, expected, atol=1e-6)
+    atol = 2e-5 if num_bins > 1000 else 1e-6
+    np.testing.assert_allclose(new, expected, atol=atol)
+
+  def test_cutoffs(self):
+    scores = _golden_scores(8, 4, 0.5).astype(np.float32)
+    routing = _route(scores, np.zeros(4, np.float32), 1)
+    np.testing.assert_allclose(
+        routing.cutoff,
+        [
+            0.475093,
+            0.709121,
+            0.521650,
+            0.761717,
+            0.551412,
+            0.761867,
+            0.505226,
+            0.733521,
+        ],
+        atol=1e-6,
+    )
+
+  @parameterized.parameters(
+      (8, 4, 1, 0.5, (5, 2, 0, 1), (-0.108648, -0.014776, 0.138199, -0.014776)),
+      (
+          9,
+          6,
+          2,
+          0.4,
+          (7, 4, 2, 5, 0, 0),
+          (-0.155947, -0.182762, -0.002493, -0.115939, 0.134771, 0.322370),
+      ),
+  )
+  def test_exact_quantile_bias_and_the_histogram_within_a_bin(
+      self, tokens, experts, k, slope, loads, exact
+  ):
+    scores = _golden_scores(tokens, experts, slope)
+    oracle_loads, margins, _ = _oracle_margins(scores, 0.0, k)
+    np.testing.assert_array_equal(oracle_loads, loads)
+    # The published rule takes the (q+1)-th smallest, the histogram the q-th.
+    q = tokens * k // experts
+    ordered = np.sort(margins, axis=0)
+    np.testing.assert_allclose(ordered[q] - ordered[q].mean(), exact, atol=1e-6)
+    counts, new = _step(
+        scores.astype(np.float32), np.zeros(experts, np.float32), k
+    )
+    np.testing.assert_array_equal(counts, loads)
+    estimate = ordered[q - 1] - ordered[q - 1].mean()
+    np.testing.assert_allclose(new, estimate, atol=2.0 / 1000)
+
+
+class RouteTest(parameterized.TestCase):
+
+  def test_ties_go_to_the_lower_index(self):
+    scores = np.full((3, 8), 0.5, np.float32)
+    scores[1, 6] = 0.75
+    routing = _route(scores, np.zeros(8, np.float32), 3)
+    np.testing.assert_array_equal(
+        routing.expert_indices, [[0, 1, 2], [6, 0, 1], [0, 1, 2]]
+    )
+    np.testing.assert_array_equal(routing.cutoff, [0.5, 0.5, 0.5])
+
+  def test_896_experts_top_16_equal_a_stable_sort(self):
+    rng = np.random.default_rng(0)
+    # Coarse values make ties common.
+    scores = np.round(rng.uniform(size=(64, 896)), 2).astype(np.float32)
+    bias = rng.normal(scale=0.1, size=896).astype(np.float32)
+    routing = _route(scores, bias, 16)
+    biased = scores + bias
+    order = np.argsort(-biased, axis=-1, kind="stable")
+    np.testing.assert_array_equal(routing.expert_indices, order[:, :16])
+    np.testing.assert_array_equal(
+        routing.cutoff, np.take_along_axis(biased, order[:, 16:17], -1)[:, 0]
+    )
+    selected = np.take_along_axis(scores, order[:, :16], -1)
+    testing.assert_close(
+        routing.combine_weights,
+        selected / selected.sum(-1, keepdims=True),
+        "float64 oracle, fp32",
+    )
+
+  def test_bias_changes_the_selection_and_never_the_weights(self):
+    scores = _random_scores(32, 8)
+    same = _route(scores, np.full(8, 0.3, np.float32), 2)
+    plain = _route(scores, np.zeros(8, np.float32), 2)
+    testing.assert_same(same.combine_weights, plain.combine_weights)
+    forced = np.array([0, 0, 9, 0, 0, 9, 0, 0], np.float32)
+    routing = _route(scores, forced, 2)
+    self.assertEqual({2, 5}, set(np.ravel(routing.expert_indices).tolist()))
+    chosen = np.take_along_axis(scores, np.array(routing.expert_indices), -1)
+    testing.assert_close(
+        routing.combine_weights,
+        chosen / chosen.sum(-1, keepdims=True),
+        "fp32",
+    )
+
+  def test_every_expert_selected(self):
+    scores = _random_scores(16, 4)
+    bias = np.array([0.2, -0.1, 0.0, -0.1], np.float32)
+    routing = _route(scores, bias, 4)
+    np.testing.assert_array_equal(routing.cutoff, (scores + bias).min(axis=-1))
+    counts, new = _step(scores, bias, 4)
+    np.testing.assert_array_equal(counts, [16] * 4)
+    self.assertTrue(np.all(np.isfinite(new)))
+
+  def test_zero_scores_give_finite_weights(self):
+    zeros = np.zeros((2, 4), np.float32)
+    routing = _route(zeros, np.zeros(4, np.float32), 2)
+    np.testing.assert_array_equal(routing.combine_weights, np.zeros((2, 2)))
+
+  def test_nan_scores_give_valid_indices(self):
+    scores = _random_scores(8, 6)
+    scores[2] = np.nan
+    scores[5, 3] = np.nan
+    bias = np.zeros(6, np.float32)
+    routing = _route(scores, bias, 2)
+    indices = np.array(routing.expert_indices)
+    self.assertTrue(np.all((indices >= 0) & (indices < 6)))
+    # The other tokens do not notice.
+    clean = np.nan_to_num(scores)
+    expected = _route(clean, bias, 2)
+    keep = np.array([0, 1, 3, 4, 6, 7])
+    for actual, wanted in zip(routing, expected, strict=True):
+      testing.assert_same(actual[keep], wanted[keep])
+    # And the histogram leaves out the margins that are not numbers.
+    histogram = np.array(_histogram(scores, routing.cutoff, bias))
+    self.assertEqual(histogram[0].sum(), 7)
+    self.assertEqual(histogram[3].sum(), 6)
+    new = _quantile(histogram, bias, num_experts_per_token=2)
+    self.assertTrue(np.all(np.isfinite(new)))
+
+  def test_gradient_facts(self):
+    scores = _random_scores(16, 8)
+    cotangent = np.random.default_rng(1).normal(size=(16, 3))
+
+    def loss(scores, bias):
+      routing = balancing.route(scores, bias, 3)
+      # The cutoff's term must not reach the gradient.
+      return jnp.sum(routing.combine_weights * cotangent) + jnp.sum(
+          routing.cutoff
+      )
+
+    bias = np.full(8, 0.1, np.float32)
+    d_scores, d_bias = jax.jit(jax.grad(loss, (0, 1)))(scores, bias)
+    np.testing.assert_array_equal(d_bias, np.zeros(8))
+    # Renormalised weights do not change when a token's scores are scaled.
+    along = np.sum(scores * np.array(d_scores, np.float64), axis=-1)
+    np.testing.assert_allclose(along, np.zeros(16), atol=1e-6)
+    indices = np.array(_route(scores, bias, 3).expert_indices)
+    selected = np.zeros((16, 8), bool)
+    np.put_along_axis(selected, indices, True, axis=-1)
+    np.testing.assert_array_equal(d_scores[~selected], 0.0)
+    chosen = np.take_along_axis(scores, indices, -1).astype(np.float64)
+    total = chosen.sum(-1, keepdims=True)
+    mean = np.sum(cotangent * chosen, axis=-1, keepdims=True) / total
+    testing.assert_close(
+        np.take_along_axis(np.array(d_scores), indices, -1),
+        (cotangent - mean) / total,
+        "fp32 gradient",
+    )
+
+  def test_bad_arguments_are_named(self):
+    scores, bias = np.zeros((2, 4), np.float32), np.zeros(4, np.float32)
+    with self.assertRaisesRegex(ValueError, "num_experts_per_token=5"):
+      balancing.route(scores, bias, 5)
+    with self.assertRaisesRegex(ValueError, "num_experts_per_token=0"):
+      balancing.route(scores, bias, 0)
+    with self.assertRaisesRegex(ValueError, r"\(3,\)"):
+      balancing.route(scores, bias[:3], 1)
+
+
+class QuantileTest(parameterized.TestCase):
+
+  def test_every_expert_within_one_bin_of_the_pooled_quantile(self):
+    tokens, experts, k = 4096, 32, 4
+    scores = _random_scores(tokens, experts)
+    bias = np.random.default_rng(2).normal(scale=0.1, size=experts)
+    bias = bias.astype(np.float32)
+    _, margins, cutoff = _oracle_margins(
+        scores.astype(np.float64), bias.astype(np.float64), k
+    )
+    routing = _route(scores, bias, k)
+    np.testing.assert_allclose(routing.cutoff, cutoff, rtol=1e-6)
+    histogram = np.array(_histogram(scores, routing.cutoff, bias))
+    np.testing.assert_array_equal(histogram.sum(axis=-1), tokens)
+    new = _quantile(histogram, bias, num_experts_per_token=k)
+    exact = np.sort(margins, axis=0)[tokens * k // experts - 1]
+    width = (bias.max() - bias.min() + 2) / 1000
+    # Both are known up to a constant: compare after the oracle's centring.
+    shift = np.mean(np.array(new) - (exact - exact.mean()))
+    self.assertLess(abs(shift), 1e-6)
+    np.testing.assert_array_less(
+        np.abs(np.array(new) - (exact - exact.mean())), width
+    )
+
+  def test_micro_batches_and_shards_add_up_bit_for_bit(self):
+    scores = _random_scores(64, 12)
+    bias = np.random.default_rng(3).normal(scale=0.2, size=12)
+    bias = (bias - bias.mean()).astype(np.float32)
+    mask = np.arange(64) % 5 != 0
+    results = []
+    for parts in (1, 4, 8):
+      histogram = 0
+      for part in np.split(np.arange(64), parts):
+        routing = _route(scores[part], bias, 3)
+        histogram += np.array(
+            _histogram(
+                scores[part], routing.cutoff, bias, token_mask=mask[part]
+            )
+        )
+      results.append(
+          (histogram, _quantile(histogram, bias, num_experts_per_token=3))
+      )
+    for histogram, new in results[1:]:
+      testing.assert_same(histogram, results[0][0])
+      testing.assert_same(new, results[0][1])
+
+  def test_padding_is_not_counted_whatever_it_holds(self):
+    scores = _random_scores(64, 12)
+    bias = np.zeros(12, np.float32)
+    mask = np.arange(64) < 16
+    padded = np.where(mask[:, None], scores, np.nan).astype(np.float32)
+    counts, new = _step(padded, bias, 3, token_mask=mask)
+    expected_counts, expected = _step(scores[:16], bias, 3)
+    testing.assert_same(counts, expected_counts)
+    testing.assert_same(new, expected)
+    self.assertEqual(int(np.sum(counts)), 16 * 3)
+
+  def test_an_empty_histogram_keeps_the_bias(self):
+    bias = np.array([0.3, -0.1, 0.4], np.float32)  # not even centred
+    new = _quantile(np.zeros((3, 50), np.int32), bias, num_experts_per_token=1)
+    testing.assert_same(new, bias)
+
+  def test_the_bias_is_mean_centred(self):
+    _, new = _step(_random_scores(64, 12), np.full(12, 0.7, np.float32), 3)
+    self.assertLess(abs(np.mean(np.array(new, np.float64))), 1e-7)
+
+  def test_counts_beyond_float32_and_int32_products(self):
+    # 2^28 + 1 tokens, top-16 of 32: q = 2^27 + 1/2 is not a float32, and
+    # tokens * 16 not an int32. Half of the tokens lie in bin 3, the next one
+    # in bin 7: q is half-way through that.
+    histogram = np.zeros((32, 10), np.int32)
+    histogram[:, 3] = 2**27
+    histogram[:, 9] = 2**27
+    histogram[:16, 7] = 1
+    histogram[16:, 6] = 1
+    bias = np.zeros(32, np.float32)
+    new = _quantile(histogram, bias, num_experts_per_token=16)
+    expected = np.where(np.arange(32) < 16, 7.5, 6.5) * 0.2 - 1.0
+    np.testing.assert_allclose(new, expected - expected.mean(), atol=1e-6)
+
+  def test_fewer_assignments_than_experts(self):
+    # q = 2 * 1 / 8 < 1: the first bin that holds anything, a quarter of it.
+    scores = np.full((2, 8), 0.5, np.float32)
+    counts, new = _step(scores, np.zeros(8, np.float32), 1)
+    np.testing.assert_array_equal(counts, [2] + [0] * 7)
+    np.testing.assert_allclose(new, np.zeros(8), atol=1e-7)
+
+  def test_all_tokens_to_one_expert_and_empty_experts_recover(self):
+    tokens, experts, k = 4096, 16, 1
+    scores = 0.5 * _random_scores(tokens, experts, spread=0.0)
+    scores[:, 3] += 0.5
+    bias = np.zeros(experts, np.float32)
+    counts, bias = _step(scores, bias, k)
+    np.testing.assert_array_equal(counts, tokens * (np.arange(experts) == 3))
+    for _ in range(3):
+      counts, bias = _step(scores, bias, k)
+    self.assertGreater(int(np.min(counts)), 0)
+    self.assertLess(float(balancing.max_violation(counts)), 0.1)
+
+  def test_a_stream_reaches_the_sampling_floor(self):
+    tokens, experts, k = 8192, 64, 4
+    floor = np.sqrt(2 * np.log(experts) / (tokens * k / experts))
+    bias = np.zeros(experts, np.float32)
+    violations = []
+    for step in range(10):
+      # A batch is routed with a bias that has never seen it.
+      scores = _random_scores(tokens, experts, seed=step)
+      counts, bias = _step(scores, bias, k)
+      violations.append(np.max(counts) / (tokens * k / experts) - 1)
+    self.assertGreater(violations[0], 4.0)
+    # The floor is the expected value under the best bias; a bias estimated
+    # from one batch of the same size adds as much variance again: sqrt(2).
+    self.assertLess(np.mean(violations[3:]), 1.5 * floor)
+
+  def test_memory_does_not_follow_the_bins(self):
+    def temp_bytes(num_bins):
+      shape = jax.ShapeDtypeStruct
+      compiled = jax.jit(
+          functools.partial(balancing.margin_histogram, num_bins=num_bins)
+      ).lower(
+          shape((4096, 32), jnp.float32),
+          shape((4096,), jnp.float32),
+          shape((32,), jnp.float32),
+      )
+      return compiled.compile().memory_analysis().temp_size_in_bytes
+
+    # One index and one increment for each margin, and nothing per bin.
+    self.assertLess(temp_bytes(1000), 4096 * 32 * 4 * 4)
+
+
+class OtherRulesTest(parameterized.TestCase):
+
+  def test_sign_step_goes_against_the_load(self):
+    bias = np.array([0.1, 0.2, 0.3, 0.4], np.float32)
+    new = balancing.sign_bias(
+        jnp.array([9, 4, 0, 3], jnp.int32), bias, step_size=0.5
+    )
+    np.testing.assert_allclose(new, [-0.4, 0.2, 0.8, 0.9], atol=1e-7)
+
+  def test_sign_of_a_fractional_mean(self):
+    # The mean is 3.25: 3 is below it, 4 above.
+    new = balancing.sign_bias(
+        jnp.array([3, 3, 3, 4], jnp.int32), np.zeros(4, np.float32), step_size=1
+    )
+    np.testing.assert_array_equal(new, [1, 1, 1, -1])
+
+  def test_sign_step_of_nothing_keeps_the_bias(self):
+    bias = np.array([0.1, -0.1], np.float32)
+    new = balancing.sign_bias(jnp.zeros(2, jnp.int32), bias, step_size=0.5)
+    testing.assert_same(new, bias)
+
+  def test_switch_loss_is_the_weight_at_uniform_loads(self):
+    scores = np.full((8, 4), 0.3, np.float32)
+    indices = jnp.stack([jnp.arange(8) % 4, (jnp.arange(8) + 1) % 4], axis=1)
+    loss = balancing.switch_loss(scores, indices, weight=0.01)
+    self.assertAlmostEqual(float(loss), 0.01, delta=1e-8)
+
+  def test_switch_loss_equals_its_definition(self):
+    scores = _random_scores(32, 8)
+    mask = np.arange(32) < 20
+    indices = np.array(_route(scores, np.zeros(8, np.float32), 2)[0])
+    share = scores / scores.sum(-1, keepdims=True, dtype=np.float64)
+    load = np.bincount(indices[:20].ravel(), minlength=8) / 40
+    expected = 0.1 * 8 * np.sum(load * share[:20].mean(axis=0))
+    scores[20:] = np.nan  # padding may hold anything
+    value, gradient = jax.jit(
+        jax.value_and_grad(
+            lambda s: balancing.switch_loss(
+                s, indices, weight=0.1, token_mask=mask
+            )
+        )
+    )(scores)
+    self.assertAlmostEqual(float(value), expected, delta=1e-7)
+    # Descent lowers the busiest expert's scores; padding gets nothing.
+    self.assertTrue(np.all(gradient[:20, np.argmax(load)] > 0))
+    self.assertTrue(np.all(gradient[:20, np.argmin(load)] < 0))
+    np.testing.assert_array_equal(gradient[20:], 0.0)
+
+  def test_max_violation(self):
+    counts = jnp.array([9, 1, 1, 1], jnp.int32)
+    self.assertAlmostEqual(float(balancing.max_violation(counts)), 2.0)
+    self.assertEqual(
+        float(balancing.max_violation(jnp.zeros(4, jnp.int32))), 0.0
+    )
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def _mix_forward(eps, sources, query):
   logits = _each(lambda v: _dot(v, query), sources) * inverse_rms
   weights = jax.nn.softmax(logits, axis=0)
   if isinstance(sources, tuple):  # added up one by one, never stacked
-    mixed = sum(map(_scale, weights, sources))
+    mixed = functools.reduce(jnp.add, map(_scale, weights, sources))
     mixed = mixed.astype(sources[0].dtype)
   else:
     mixed = jnp.sum(_scale(weights, sources), axis=0).astype(sources.dtype)
@@ -186,7 +186,7 @@ def _dot(v, other):
 
 
 def _scale(scalars, v):
-  """scalars [..., 1] * v, v [..., D] with leading axes of scalars or fewer."""
+  """Scalars [..., 1] * v, v [..., D] with leading axes of scalars or fewer."""
   v = jnp.expand_dims(v, range(scalars.ndim + 1 - v.ndim))
   return scalars[..., None] * v.astype(jnp.float32)
 

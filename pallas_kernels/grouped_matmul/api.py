@@ -6,8 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.grouped_matmul import reference
-from pallas_kernels.grouped_matmul import xla
+from pallas_kernels.grouped_matmul import reference, xla
 
 # Best first; each raises NotImplementedError where it cannot serve.
 _IMPLEMENTATIONS = {

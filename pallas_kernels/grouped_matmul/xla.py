@@ -48,7 +48,7 @@ def _rows_times_matrices(rows, matrices, group_sizes, *, transpose):
   out = jnp.zeros((num_rows, width), rows.dtype)
   if num_rows == 0:
     return out
-  size = tile_rows(num_rows, matrices.shape[0])
+  size = _tile_rows(num_rows, matrices.shape[0])
   contract = ((1,), (1 if transpose else 0,))
 
   def write_tile(out, tile):
@@ -63,7 +63,8 @@ def _rows_times_matrices(rows, matrices, group_sizes, *, transpose):
     product = jnp.where(inside, product.astype(out.dtype), kept)
     return jax.lax.dynamic_update_slice_in_dim(out, product, start, 0), None
 
-  return jax.lax.scan(write_tile, out, _tiles(group_sizes, num_rows, size))[0]
+  tiles = _tiles(group_sizes, num_rows, size)
+  return jax.lax.scan(write_tile, out, tiles)[0]
 
 
 def _outer_products(lhs, d_out, group_sizes):
@@ -73,7 +74,7 @@ def _outer_products(lhs, d_out, group_sizes):
   out = jnp.zeros((group_sizes.shape[0], *shape), lhs.dtype)
   if num_rows == 0:
     return out
-  size = tile_rows(num_rows, group_sizes.shape[0])
+  size = _tile_rows(num_rows, group_sizes.shape[0])
 
   def add_tile(carry, tile):
     # A group's tiles are consecutive: one fp32 sum serves, and is written out
@@ -93,10 +94,12 @@ def _outer_products(lhs, d_out, group_sizes):
     return (out, total, tile.group), None
 
   carry = (out, jnp.zeros(shape, jnp.float32), jnp.int32(-1))
-  return jax.lax.scan(add_tile, carry, _tiles(group_sizes, num_rows, size))[0][0]
+  tiles = _tiles(group_sizes, num_rows, size)
+  (out, _, _), _ = jax.lax.scan(add_tile, carry, tiles)
+  return out
 
 
-def tile_rows(num_rows, num_groups):
+def _tile_rows(num_rows, num_groups):
   """Rows per tile: a power of two near half the mean group, in [8, 512].
 
   Tiles of half a mean group waste a quarter of it each on average; longer ones
