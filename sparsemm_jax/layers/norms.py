@@ -11,7 +11,7 @@ from sparsemm_jax import config as config_lib
 def rms_norm(
     x: Float[Array, "... d"], scale: Float[Array, " d"], *, eps: float
 ) -> Float[Array, "... d"]:
-  """scale * x / sqrt(mean(x^2) + eps) over the last axis, in fp32."""
+  """Computes scale * x / sqrt(mean(x^2) + eps) over the last axis, in fp32."""
   x = x.astype(jnp.float32)
   mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
   scale = jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))
@@ -21,7 +21,7 @@ def rms_norm(
 def l2_normalize(
     x: Float[Array, "... d"], *, eps: float = 1e-6
 ) -> Float[Array, "... d"]:
-  """x / sqrt(sum(x^2) + eps) over the last axis, in fp32."""
+  """Computes x / sqrt(sum(x^2) + eps) over the last axis, in fp32."""
   x = x.astype(jnp.float32)
   square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
   return x * jax.lax.rsqrt(square + eps)
