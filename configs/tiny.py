@@ -13,7 +13,7 @@ from sparsemm_jax.models import presets
 
 def get_config():
   """Returns the run's config, every field of which a flag can change."""
-  mixture = {"digits": 1.0, "python": 1.0}
+  mixture = {"digits": 2.0, "python": 1.0}
 
   def stage(seq_len, batch_size, steps):
     return config_lib.StageConfig(
@@ -32,10 +32,10 @@ def get_config():
           ),
           train=config_lib.TrainConfig(
               stages=(
-                  stage(256, 8, 300),
-                  stage(512, 4, 100),
-                  stage(1024, 2, 60),
-                  stage(2048, 2, 20),
+                  stage(256, 8, 160),
+                  stage(512, 4, 60),
+                  stage(1024, 2, 40),
+                  stage(2048, 1, 40),
               ),
               log_every=10,
               checkpoint_every=100,

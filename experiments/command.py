@@ -4,10 +4,13 @@ from collections.abc import Callable, Sequence
 import difflib
 import re
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import app
 from absl import flags
+from absl import logging
+from etils import epath
+from flax import linen as nn
 import ml_collections
 from ml_collections import config_flags
 
@@ -15,6 +18,7 @@ from sparsemm_jax import config as config_lib
 from sparsemm_jax import data
 from sparsemm_jax.training import checkpoint
 from sparsemm_jax.training import loop
+from sparsemm_jax.training import state
 
 _OVERRIDE = re.compile(r"--?config\.([^=]+)=(.*)")
 _USER_ERRORS = (
@@ -59,6 +63,39 @@ def define_config() -> Callable[[], config_lib.RunConfig]:
 _unset: list[str] = []  # fields that flags set to None
 
 
+class Run(NamedTuple):
+  """A trained model, as a checkpoint keeps it.
+
+  Attributes:
+    path: of the checkpoint.
+    config: the run's.
+    step: optimizer steps taken.
+    variables: {"params", "router_state"}, on the first device.
+  """
+
+  path: epath.Path
+  config: config_lib.RunConfig
+  step: int
+  variables: dict[str, Any]
+
+  @property
+  def workdir(self) -> epath.Path:
+    return self.path.parent.parent
+
+
+def load_run(workdir: str) -> Run:
+  """Loads a run's latest checkpoint, or the one that is named.
+
+  Raises:
+    CheckpointError: there is none, or it is damaged.
+  """
+  path = checkpoint.find(workdir)
+  config = checkpoint.load_config(path)
+  abstract = nn.unbox(state.abstract_variables(config.model))
+  variables = checkpoint.restore_variables(path, **abstract)
+  return Run(path, config, checkpoint.load_step(path), variables)
+
+
 def run(main: Callable[[Sequence[str]], Any]) -> None:
   """Runs a command; bad input gets one line and exit status 2."""
   app.run(_guarded(main), flags_parser=_parse_flags)
@@ -66,6 +103,8 @@ def run(main: Callable[[Sequence[str]], Any]) -> None:
 
 def _guarded(main):
   def guarded(argv):
+    if not flags.FLAGS["verbosity"].present:
+      logging.set_verbosity(logging.WARNING)  # orbax is talkative
     try:
       return main(argv)
     except _USER_ERRORS as error:

@@ -11,7 +11,6 @@ import json
 import sys
 
 from absl import flags
-from absl import logging
 from etils import epath
 
 from experiments import command
@@ -32,12 +31,9 @@ def main(argv) -> None:
   config = _config()
   workdir = epath.Path(_WORKDIR.value)
   count = planning.count_parameters(config.model)
-  logging.info(
-      "%.4g parameters, %.4g active; %d steps in %d stages",
-      count.total,
-      count.active,
-      config.train.num_steps,
-      len(config.train.stages),
+  print(
+      f"{count.total:.4g} parameters, {count.active:.4g} active;"
+      f" {config.train.num_steps} steps in {len(config.train.stages)} stages"
   )
   workdir.mkdir(parents=True, exist_ok=True)
   (workdir / "config.json").write_text(
@@ -46,7 +42,7 @@ def main(argv) -> None:
   try:
     training.train(config, workdir)
   except loop.Stopped as stopped:
-    logging.info("%s", stopped)
+    print(stopped)
     sys.exit(143)  # 128 + SIGTERM
 
 

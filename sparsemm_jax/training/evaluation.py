@@ -13,6 +13,7 @@ from sparsemm_jax import config as config_lib
 from sparsemm_jax.data import bigram
 from sparsemm_jax.data import pipeline
 from sparsemm_jax.inference import generate
+from sparsemm_jax.layers import stats
 from sparsemm_jax.models import vision
 
 
@@ -27,6 +28,7 @@ class HeldOut:
     loss: nats per target.
     targets: how many there were.
     counts: [layers, E] tokens per expert.
+    depth_weights: name of each mix over depth -> weight of each source.
   """
 
   bits_per_byte: float
@@ -34,6 +36,7 @@ class HeldOut:
   loss: float
   targets: int
   counts: np.ndarray
+  depth_weights: dict[str, list[float]]
 
 
 def fit_bigram(
@@ -71,6 +74,7 @@ def held_out(
   nats = bigram_nats = 0.0
   targets = num_bytes = 0
   counts: Any = 0
+  depth: list[Any] = []
   batches = pipeline.eval_batches(
       config,
       source,
@@ -83,6 +87,7 @@ def held_out(
     sums = jax.device_get(eval_step(batch))
     nats += sum(float(total) for total, _ in sums["by_modality"].values())
     counts = counts + sums["counts"].astype(np.int64)
+    depth.append(sums["depth_weights"])
     mask = batch["loss_mask"]
     chosen = batch["targets"][mask]
     targets += chosen.size
@@ -100,7 +105,18 @@ def held_out(
       loss=nats / targets,
       targets=targets,
       counts=np.asarray(counts),
+      depth_weights=_by_mix(jax.tree.map(lambda *w: np.mean(w, 0), *depth)),
   )
+
+
+def _by_mix(depth_stats: Any) -> dict[str, list[float]]:
+  """Names each mix by its block, counted from 1, and its sub-layer."""
+  result = {}
+  for block, path, weights in stats.by_depth(depth_stats):
+    kind = path[0].removesuffix("_res")
+    name = "output" if block < 0 else f"{block + 1} {kind}"
+    result[name] = np.asarray(weights).tolist()
+  return result
 
 
 @dataclasses.dataclass(frozen=True)

@@ -97,6 +97,9 @@ class _Run:
     self._manager, self._writer = manager, writer
     self._progress, self._stop = progress, stop
     self._throughput = metrics_lib.Throughput()
+    self._update = jax.jit(
+        step_lib.make_update_step(config), donate_argnums=0
+    )
     self._evaluate = jax.jit(step_lib.make_eval_step(config))
 
   def through_stages(self, state, step):
@@ -126,17 +129,16 @@ class _Run:
         f"stage {index + 1}/{len(train.stages)}: steps {step + 1}-{end},"
         f" {stage.batch_size} rows of {stage.seq_len} tokens"
     )
-    train_step = jax.jit(
-        step_lib.make_train_step(
+    gradient_step = jax.jit(
+        step_lib.make_gradient_step(
             self._config, micro_batches=stage.micro_batches
-        ),
-        donate_argnums=0,
+        )
     )
     pending = None  # metrics are fetched one step late
     self._throughput.restart()
     for number in range(step + 1, end + 1):
       batch = put_batch(next(iterator), self._mesh)
-      state, metrics = train_step(state, batch)
+      state, metrics = self._update(state, gradient_step(state, batch))
       if pending is not None:
         self._report(number - 1, pending)
       pending = {**metrics, "train/stage": index}

@@ -5,7 +5,6 @@ the same layer at the same path; layers that the model scans are stacked on a
 leading axis.
 """
 
-import re
 from typing import Any
 
 from flax import traverse_util
@@ -15,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from sparsemm_jax import balancing
 from sparsemm_jax import config as config_lib
+from sparsemm_jax.layers import stats
 
 
 def update(
@@ -31,19 +31,19 @@ def update(
   if config.balancing not in ("quantile", "sign"):
     return router_state
   biases = traverse_util.flatten_dict(router_state)
-  stats = traverse_util.flatten_dict(router_stats)
+  sums = traverse_util.flatten_dict(router_stats)
   result = {}
   for path, bias in biases.items():
     if config.balancing == "quantile":
       rule = lambda histogram, bias: balancing.quantile_bias(
           histogram, bias, num_experts_per_token=config.num_experts_per_token
       )
-      statistics = stats[(*path[:-1], "histogram")]
+      statistics = sums[(*path[:-1], "histogram")]
     else:
       rule = lambda counts, bias: balancing.sign_bias(
           counts, bias, step_size=config.sign_step_size
       )
-      statistics = stats[(*path[:-1], "counts")]
+      statistics = sums[(*path[:-1], "counts")]
     for _ in range(bias.ndim - 1):
       rule = jax.vmap(rule)
     result[path] = rule(statistics, bias)
@@ -52,24 +52,19 @@ def update(
 
 def auxiliary_loss(router_stats: Any) -> Float[Array, ""]:
   """Sums the layers' switch losses; zero for the other rules."""
-  stats = traverse_util.flatten_dict(router_stats)
-  terms = [v for path, v in stats.items() if path[-1] == "switch_loss"]
+  sums = traverse_util.flatten_dict(router_stats)
+  terms = [v for path, v in sums.items() if path[-1] == "switch_loss"]
   return sum((jnp.sum(term) for term in terms), jnp.zeros((), jnp.float32))
 
 
 def counts_by_layer(router_stats: Any) -> Int[Array, "layers experts"]:
   """Stacks the tokens per expert of all MoE layers, in order of depth."""
-  groups: dict[int, dict[int, Array]] = {}
-  for path, value in traverse_util.flatten_dict(router_stats).items():
-    if path[-1] == "counts":
-      first, *inner = [int(n) for n in re.findall(r"layers?_(\d+)", str(path))]
-      groups.setdefault(first, {})[inner[0] if inner else 0] = value
-  ordered = []
-  for _, group in sorted(groups.items()):
-    # Scanned layers are [repeats, E] for each place in the group's pattern.
-    pattern = [jnp.atleast_2d(value) for _, value in sorted(group.items())]
-    ordered.append(jnp.stack(pattern, 1).reshape(-1, pattern[0].shape[-1]))
-  return jnp.concatenate(ordered) if ordered else jnp.zeros((0, 0), jnp.int32)
+  counts = [
+      value
+      for _, path, value in stats.by_depth(router_stats)
+      if path[-1] == "counts"
+  ]
+  return jnp.stack(counts) if counts else jnp.zeros((0, 0), jnp.int32)
 
 
 def metrics(router_stats: Any) -> dict[str, Array]:

@@ -23,7 +23,9 @@ from sparsemm_jax.training import state as state_lib
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
-_STATS = ("router_stats", "attention_stats")
+Sums = dict[str, Any]  # of one step: gradients, losses, statistics
+_TRAIN_STATS = ("router_stats", "attention_stats")
+_EVAL_STATS = ("router_stats", "depth_stats")
 
 
 def make_train_step(
@@ -40,12 +42,44 @@ def make_train_step(
     config: of the run.
     micro_batches: gradient accumulation; divides the batch's rows.
   """
+  gradient_step = make_gradient_step(config, micro_batches=micro_batches)
+  update_step = make_update_step(config)
+
+  def train_step(state, batch):
+    return update_step(state, gradient_step(state, batch))
+
+  return train_step
+
+
+def make_gradient_step(
+    config: config_lib.RunConfig, *, micro_batches: int = 1
+) -> Callable[[state_lib.TrainState, Batch], Sums]:
+  """Returns the first half of a step: the sums of gradients and statistics.
+
+  Only this half depends on the shape of the batch, so that the stages of a
+  run compile the other half once.
+  """
+
+  def gradient_step(state, batch):
+    sums = _accumulate(config, state, batch, micro_batches)
+    tokens = jnp.sum(batch["segment_ids"] > 0, dtype=jnp.int32)
+    return {**sums, "tokens": tokens}
+
+  return gradient_step
+
+
+def make_update_step(
+    config: config_lib.RunConfig,
+) -> Callable[
+    [state_lib.TrainState, Sums], tuple[state_lib.TrainState, Metrics]
+]:
+  """Returns the second half of a step: update_step(state, sums)."""
   optimizer = state_lib.make_optimizer(config)
   schedule = schedules.learning_rate(config.optim, config.train.num_steps)
 
-  def train_step(state, batch):
-    sums = _accumulate(config, state, batch, micro_batches)
-    targets = jnp.maximum(jnp.sum(batch["loss_mask"]), 1)
+  def update_step(state, sums):
+    targets = sum(count for _, count in sums["by_modality"].values())
+    targets = jnp.maximum(targets, 1)
     grads = jax.tree.map(lambda g: g / targets, sums["grads"])
     grad_norm = optax.global_norm(grads)
     finite = jnp.isfinite(sums["objective"]) & jnp.isfinite(grad_norm)
@@ -84,43 +118,58 @@ def make_train_step(
         "train/learning_rate": schedule(state.step - state.skipped),
         "train/skipped_steps": new.skipped,
         "train/skipped_in_a_row": new.skipped_in_a_row,
-        "train/tokens": jnp.sum(batch["segment_ids"] > 0, dtype=jnp.int32),
+        "train/tokens": sums["tokens"],
     }
     return new, metrics
 
-  return train_step
+  return update_step
 
 
 def make_eval_step(
     config: config_lib.RunConfig,
 ) -> Callable[[state_lib.TrainState, Batch], dict[str, Any]]:
-  """Returns eval_step(state, batch) -> sums that add up over batches.
+  """Returns eval_step(variables, batch) -> sums that add up over batches.
 
-  The sums are `by_modality` (nats and targets, see `losses`) and `counts`
-  (tokens per expert of every MoE layer, [layers, E]). The state, its router
-  biases included, is left as it is.
+  `variables` is a TrainState, or {"params", "router_state"} of one; nothing
+  in it changes, the router biases included.
+
+  The sums are `by_modality` (nats and targets, see `losses`), `counts` (tokens
+  per expert of every MoE layer, [layers, E]) and `depth_weights` (the
+  attention residuals' softmax, a mean over the batch's tokens).
   """
 
-  def eval_step(state, batch):
-    _, sums = _forward(config, state.params, state.router_state, batch)
+  def eval_step(variables, batch):
+    if isinstance(variables, state_lib.TrainState):
+      variables = {
+          "params": variables.params,
+          "router_state": variables.router_state,
+      }
+    _, sums = _forward(
+        config,
+        variables["params"],
+        variables["router_state"],
+        batch,
+        _EVAL_STATS,
+    )
     return {
         "by_modality": sums["by_modality"],
         "counts": router.counts_by_layer(
             sums["stats"].get("router_stats", {})
         ),
+        "depth_weights": sums["stats"].get("depth_stats", {}),
     }
 
   return eval_step
 
 
-def _forward(config, params, router_state, batch):
+def _forward(config, params, router_state, batch, collections=_TRAIN_STATS):
   """Returns the summed loss to differentiate, and sums that come with it."""
   output, stats = models.SparseMultimodalModel(config.model).apply(
       {"params": params, "router_state": router_state},
       batch["tokens"],
       segment_ids=batch["segment_ids"],
       images=vision.Images.from_batch(batch),
-      mutable=list(_STATS),
+      mutable=list(collections),
   )
   token_losses = losses.next_token_losses(
       output.logits,

@@ -1,0 +1,109 @@
+"""Evaluates a run's latest checkpoint on held-out documents.
+
+  python -m experiments.evaluate --workdir=runs/demo
+
+Prints, and writes to `<workdir>/evaluation.json`: held-out bits per byte of
+each source (for plain text beside those of a bigram model fitted on the same
+training text), the accuracy of captions, and each MoE layer's load.
+"""
+
+import json
+from typing import Any
+
+from absl import flags
+import jax
+import numpy as np
+from sparsemm_jax import balancing
+from sparsemm_jax import training
+from sparsemm_jax.training import evaluation
+
+from experiments import command
+
+FILE_NAME = "evaluation.json"
+
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "A run's folder, or one checkpoint in it.", required=True
+)
+_BATCHES = flags.DEFINE_integer(
+    "batches", None, "Batches per source; default: train.eval_batches."
+)
+_CAPTIONS = flags.DEFINE_integer("captions", 512, "Questions about images.")
+
+
+def main(argv) -> None:
+  """Evaluates; see the module's docstring."""
+  del argv
+  run = command.load_run(_WORKDIR.value)
+  config = run.config
+  stage = config.train.stages[-1]
+  variables = run.variables
+  eval_step = jax.jit(training.make_eval_step(config))
+  results: dict[str, Any] = {"step": run.step}
+  for source in sorted({s for st in config.train.stages for s in st.mixture}):
+    result = evaluation.held_out(
+        config,
+        source,
+        lambda batch: eval_step(variables, batch),
+        seq_len=stage.seq_len,
+        batch_size=stage.batch_size,
+        max_patches=stage.max_patches,
+        num_batches=_BATCHES.value or config.train.eval_batches,
+        baseline=_bigram(config, source),
+    )
+    violations = [
+        float(balancing.max_violation(counts)) for counts in result.counts
+    ]
+    results[source] = {
+        "bits_per_byte": result.bits_per_byte,
+        "bigram_bits_per_byte": result.bigram_bits_per_byte,
+        "targets": result.targets,
+        "max_violation": violations,
+        "depth_weights": result.depth_weights,
+    }
+    bigram = result.bigram_bits_per_byte
+    print(
+        f"{source}: {result.bits_per_byte:.3f} bits per byte"
+        + (f", bigram {bigram:.3f}" if bigram else "")
+        + f", over {result.targets} held-out targets; max violation by layer"
+        f" {_rounded(violations)}"
+    )
+  if _CAPTIONS.value and _has_digits(config):
+    captions = evaluation.captions(config, variables, limit=_CAPTIONS.value)
+    accuracy = float(np.mean([caption.right for caption in captions]))
+    results["captions"] = {
+        "accuracy": accuracy,
+        "questions": len(captions),
+        "samples": [_sample(caption) for caption in captions[:12]],
+    }
+    print(f"captions: {accuracy:.1%} of {len(captions)} answers right")
+  path = run.workdir / FILE_NAME
+  path.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def _bigram(config, source):
+  """The baseline of a source of plain text."""
+  if config.data.sources[source].kind not in ("python_text", "text"):
+    return None
+  return evaluation.fit_bigram(config, source)
+
+
+def _has_digits(config) -> bool:
+  kinds = [source.kind for source in config.data.sources.values()]
+  return config.model.vision is not None and "digits" in kinds
+
+
+def _sample(caption) -> dict[str, Any]:
+  return {
+      "image": caption.example.image.tolist(),
+      "question": caption.example.question,
+      "answer": caption.answer,
+      "right": caption.right,
+  }
+
+
+def _rounded(values) -> list[float]:
+  return [round(value, 2) for value in values]
+
+
+if __name__ == "__main__":
+  command.run(main)
