@@ -73,7 +73,7 @@ def main(argv) -> None:
     results["captions"] = {
         "accuracy": accuracy,
         "questions": len(captions),
-        "samples": [_sample(caption) for caption in captions[:12]],
+        "samples": [_sample(caption) for caption in captions[:8]],
     }
     print(f"captions: {accuracy:.1%} of {len(captions)} answers right")
   path = run.workdir / FILE_NAME

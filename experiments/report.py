@@ -8,6 +8,7 @@ The last two come from `experiments.evaluate`, which has to run first.
 """
 
 import json
+import textwrap
 from typing import Any
 
 from absl import flags
@@ -22,13 +23,11 @@ from sparsemm_jax.training import metrics as metrics_lib
 from experiments import command
 from experiments import evaluate
 
-_REPORT_WORKDIR = flags.FLAGS["workdir"]
-
 
 def main(argv) -> None:
   """Draws; see the module's docstring."""
   del argv
-  workdir = epath.Path(_REPORT_WORKDIR.value)
+  workdir = epath.Path(flags.FLAGS.workdir)
   config = config_lib.from_config_dict(
       json.loads((workdir / "config.json").read_text())
   )
@@ -80,7 +79,7 @@ def draw(
         results[source]["depth_weights"],
     )
   if "captions" in results:
-    _draw_captions(result, grid[2, :], results["captions"])
+    _draw_captions(result.add_subfigure(grid[2, :]), results["captions"])
   return result
 
 
@@ -113,24 +112,23 @@ def _draw_depth(axes, source, weights) -> None:
   axes.figure.colorbar(picture, ax=axes)
 
 
-def _draw_captions(result, place, captions) -> None:
+def _draw_captions(part, captions) -> None:
+  part.suptitle(
+      f"{captions['accuracy']:.1%} of {captions['questions']} held-out"
+      " questions answered right"
+  )
   samples = captions["samples"]
-  row = gridspec.GridSpecFromSubplotSpec(1, len(samples), place)
-  for index, sample in enumerate(samples):
-    axes = result.add_subplot(row[index])
+  for axes, sample in zip(
+      part.subplots(1, len(samples)), samples, strict=True
+  ):
     axes.imshow(np.array(sample["image"], np.uint8))
     axes.set_axis_off()
+    axes.set_title(textwrap.fill(sample["question"], 18), fontsize=8)
     color = "black" if sample["right"] else "red"
-    axes.set_title(sample["question"], fontsize=6)
     axes.text(
-        0.5, -0.08, sample["answer"], fontsize=8, color=color, ha="center",
-        va="top", transform=axes.transAxes, wrap=True,
+        0.5, -0.08, textwrap.fill(sample["answer"], 18), fontsize=9,
+        color=color, ha="center", va="top", transform=axes.transAxes,
     )  # fmt: skip
-  axes = result.axes[-len(samples)]
-  axes.text(
-      0, 1.35, f"{captions['accuracy']:.1%} of {captions['questions']} held-out"
-      " questions answered right", transform=axes.transAxes,
-  )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -172,6 +172,10 @@ class _Run:
     if number % self._config.train.log_every == 0 or in_a_row:
       values = jax.device_get(metrics)
       values["throughput/tokens_per_second"] = self._throughput.read()
+      memory = jax.local_devices()[0].memory_stats()  # None on CPU
+      if memory:
+        peak = memory["peak_bytes_in_use"] / 2**30
+        values["throughput/peak_memory_gib"] = peak
       self._writer.write(number, values)
       self._progress.log(_short(values))
     if in_a_row >= self._config.train.max_nonfinite_in_a_row:
@@ -222,6 +226,8 @@ def _short(values: Mapping[str, Any]) -> dict[str, float]:
       "grad": values["train/grad_norm"],
       "tok/s": values["throughput/tokens_per_second"],
   }
+  if "throughput/peak_memory_gib" in values:
+    short["peak GiB"] = values["throughput/peak_memory_gib"]
   if "router/max_violation" in values:
     short["max violation"] = values["router/max_violation"].max()
   return short
