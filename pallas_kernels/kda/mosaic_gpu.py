@@ -1,19 +1,21 @@
 """Bounded-decay attention on Hopper: what its kernels serve, and their order.
 
 Forward: `mosaic_gpu_prep` (everything local to a chunk, chunks in parallel),
-then `mosaic_gpu_scan` (the state from chunk to chunk). The L2 norm, the gate,
-its sigmoid and its cumulative sum never leave the chip. README.md has the
-picture, NOTES.md what each version cost.
+then `mosaic_gpu_scan` (the state from chunk to chunk). Backward: prep again,
+the scan again for the states, the reverse scan, then `mosaic_gpu_gradient`
+(chunks in parallel); nothing but the arguments is kept in between. The L2
+norm, the gate, its sigmoid and its cumulative sum never leave the chip.
+README.md has the picture, NOTES.md what each version cost.
 """
 
 import functools
-import math
 
 import jax
 from jax import numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.kda import mosaic_gpu_gradient as gradient_lib
 from pallas_kernels.kda import mosaic_gpu_prep as prep_lib
 from pallas_kernels.kda import mosaic_gpu_scan as scan_lib
 from pallas_kernels.kda import segments
@@ -23,6 +25,7 @@ WIDTHS = (64, 128)
 # In a 32-row half the smallest factor, 2^(16 lower_bound log2(e)), keeps 9
 # bits in bf16 (subnormals included) down to here.
 LOWEST_BOUND = -5.2
+_SMALLEST_BETA = 1e-15
 
 
 def fused_kda(
@@ -161,11 +164,63 @@ def _rows_of(segment_ids, batch, tokens, padded):
   return runs, flags.astype(jnp.int32)
 
 
-#VJP
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan, q, k, v, z, beta, slope, bias, initial, runs, flags):
   """o [B, T, HV, V] and the final state, from per-chunk tiles and a scan."""
-  tiles = prep_lib.prep(plan, q, k, z, beta, slope, bias, runs, flags)
+  tiles = prep_lib.prep(
+      plan, q, k, z, _not_zero(beta), slope, bias, runs, flags
+  )
   out, final = scan_lib.scan(
       plan, tiles, v, initial.swapaxes(2, 3), flags, output=True
   )
   return out, final.swapaxes(2, 3)
+
+
+def _not_zero(beta):
+  # The backward pass divides v' and its adjoint, both multiples of beta, by it.
+  return jnp.where(jnp.abs(beta) < _SMALLEST_BETA, _SMALLEST_BETA, beta)
+
+
+def _attend_fwd(plan, *args):
+  return _attend(plan, *args), args
+
+
+def _attend_bwd(plan, args, cotangents):
+  q, k, v, z, beta, slope, bias, initial, runs, flags = args
+  d_out, d_final = cotangents
+  local = (q, k, z, _not_zero(beta), slope, bias, runs, flags)
+  tiles = prep_lib.prep(plan, *local)
+  states, v_new = scan_lib.scan(
+      plan, tiles, v, initial.swapaxes(2, 3), flags, output=False
+  )
+  dv, ds, d_initial = scan_lib.reverse_scan(
+      plan, tiles, d_out, d_final.swapaxes(2, 3), flags
+  )
+  dq, dk, dz, d_beta, sums = gradient_lib.gradient(
+      plan, *local, (states, ds, v_new, dv, d_out)
+  )
+  d_bias, d_slope = jnp.sum(sums, axis=(0, 2, 4)).swapaxes(0, 1)
+  return (
+      _sum_groups(dq, q),
+      _sum_groups(dk, k),
+      dv,
+      dz,
+      d_beta,
+      jnp.sum(d_slope, axis=-1),
+      d_bias,
+      d_initial.swapaxes(2, 3),
+      None,
+      None,
+  )
+
+
+def _sum_groups(gradient, like):
+  """Sums [B, T, HV, K] over the value heads that share a query head."""
+  if gradient.shape == like.shape:
+    return gradient
+  batch, tokens, heads, width = like.shape
+  grouped = gradient.reshape(batch, tokens, heads, -1, width)
+  return jnp.sum(grouped.astype(jnp.float32), axis=3).astype(like.dtype)
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)

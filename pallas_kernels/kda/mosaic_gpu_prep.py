@@ -265,11 +265,11 @@ def _prep_body(plan, walk, q_gm, k_gm, z_gm, beta_gm, slope_gm, bias_gm, *rest,
     if plan.masked:
       plgpu.barrier_wait(s["qk_ready"])
     plgpu.barrier_wait(s["z_ready"])
-    sums = _gate_sums(plan, lanes_of(role), slope_gm[head], s)
+    sums = gate_sums(plan, lanes_of(role), slope_gm[head], s)
     if not plan.masked:
       plgpu.barrier_wait(s["qk_ready"])
     if plan.raw:
-      _row_norms(plan, role, s)
+      row_norms(plan, role, s)
     sync(s)
     _decayed_tiles(plan, lanes_of(role), sums, s)
     sync(s)
@@ -331,7 +331,7 @@ def _members(union):
   return [m[0] if isinstance(m, (tuple, list)) else m for m in union]
 
 
-def _gate_sums(plan, lanes, slope, s):
+def gate_sums(plan, lanes, slope, s):
   """Running sums of the log2 decay over this thread's 16 rows."""
   if plan.raw:
     bias = lanes.load_channels(s["channels"].at[0])
@@ -352,7 +352,7 @@ def _gate_sums(plan, lanes, slope, s):
   return sums
 
 
-def _row_norms(plan, role, s):
+def row_norms(plan, role, s):
   """rows[0], rows[1] = 1 / |k|, scale / |q| of each row."""
   for r, (name, scale) in enumerate((("k_tile", 1.0), ("q_tile", plan.scale))):
 
@@ -368,28 +368,19 @@ def _row_norms(plan, role, s):
 
 def _decayed_tiles(plan, lanes, sums, s):
   """Writes k+, q+ in place, k-, kg, the cross operands and the powers."""
-  total = [lanes.load_channels(s["totals"].at[w]) for w in range(4)]
-  boundary = total[0] + total[1]
-  whole = boundary + (total[2] + total[3])
-  base = lanes.where_warp_from(1, total[0], jnp.zeros_like(whole))
-  base = lanes.where_warp_from(2, boundary, base)
-  base = lanes.where_warp_from(3, boundary + total[2], base)
-  middle_0, middle_1 = _truncate(total[0]), _truncate(boundary + total[2])
-  middle = lanes.where_warp_from(2, middle_1, middle_0)
-  edge = _truncate(boundary)
-  to_state = jnp.exp2(whole - middle)
+  at = references(lanes, s)
+  to_state = jnp.exp2(at.whole - at.middle)
   # Both are <= 1: from the middle of a half to the boundary between halves.
-  to_edge = lanes.where_warp_from(2, middle_1 - edge, edge - middle_0)
-  to_edge = jnp.exp2(to_edge).astype(jnp.bfloat16)
-  gam = jnp.exp2(whole)
+  to_edge = jnp.exp2(at.to_edge).astype(jnp.bfloat16)
+  gam = jnp.exp2(at.whole)
   if plan.masked:
     # The state passes only if the chunk ends in the segment it began in.
     keeps = (s["masks"][1, 0] & KEEPS_STATE) != 0
     gam = jnp.where(keeps, gam, 0.0)
-  lanes.store_group(s["powers"], jnp.exp2(middle))
+  lanes.store_group(s["powers"], jnp.exp2(at.middle))
   lanes.store_channels(s["channels"].at[1], gam)
   for r in lanes.rows:
-    decay = ((base + sums[r]) + _TO_GRID) - _TO_GRID - middle
+    decay = at.relative(sums[r])
     plus, minus = jnp.exp2(decay), jnp.exp2(-decay)
     k = lanes.load_tile(s["k_tile"], r).astype(jnp.float32)
     q = lanes.load_tile(s["q_tile"], r).astype(jnp.float32)
@@ -420,6 +411,50 @@ def _decayed_tiles(plan, lanes, sums, s):
     lanes.store_tile(s["cross"], r, q_edge, upper_offset=HALF)
 
 
+@dataclasses.dataclass(frozen=True)
+class References:
+  """What log2 decays are taken relative to, per thread (channel, 16 rows).
+
+  Attributes:
+    base: sum over the earlier warps' rows.
+    whole: sum over the chunk.
+    middle: the integer R of this warp's half.
+    to_edge: from R to the integer R_b at the boundary, on this half's side.
+    from_edge: from R_b to the other half's R, on the other half's side.
+  """
+
+  base: jax.Array
+  whole: jax.Array
+  middle: jax.Array
+  to_edge: jax.Array
+  from_edge: jax.Array
+
+  def relative(self, running):
+    """G - R exactly, G being rounded to the grid."""
+    return ((self.base + running) + _TO_GRID) - _TO_GRID - self.middle
+
+
+def references(lanes, s) -> References:
+  """Reads the warps' totals of the log2 decay."""
+  total = [lanes.load_channels(s["totals"].at[w]) for w in range(4)]
+  boundary = total[0] + total[1]
+  whole = boundary + (total[2] + total[3])
+  base = lanes.where_warp_from(1, total[0], jnp.zeros_like(whole))
+  base = lanes.where_warp_from(2, boundary, base)
+  base = lanes.where_warp_from(3, boundary + total[2], base)
+  edge = _truncate(boundary)
+  first, second = _truncate(total[0]), _truncate(boundary + total[2])
+  middle = lanes.where_warp_from(2, second, first)
+  down, up = second - edge, edge - first
+  return References(
+      base,
+      whole,
+      middle,
+      lanes.where_warp_from(2, down, up),
+      lanes.where_warp_from(2, up, down),
+  )
+
+
 def _truncate(x):
   return x.astype(jnp.int32).astype(jnp.float32)
 
@@ -445,7 +480,7 @@ def _scores(plus, window, s):
   )
 
 
-def _same_run(s):
+def same_run(s):
   shape = (CHUNK, CHUNK)
   row = plgpu.load(s["masks"].at[0], layout=ROW)
   column = plgpu.load(s["masks"].at[0], layout=COLUMN)
@@ -461,7 +496,7 @@ def _causal(plan, score, low, s):
   left = jnp.where(row[:, :HALF] >= HALF, low, score[:, :HALF])
   score = jnp.concatenate([left, score[:, HALF:]], axis=1)
   if plan.masked:
-    score = jnp.where(_same_run(s), score, 0.0)
+    score = jnp.where(same_run(s), score, 0.0)
   return score
 
 
@@ -477,7 +512,7 @@ def _lower_parts(plan, score, low, beta, s):
   score *= lax.broadcast_in_dim(beta, score.shape, (0,))
   low *= lax.broadcast_in_dim(beta, low.shape, (0,))
   if plan.masked:
-    same = _same_run(s)
+    same = same_run(s)
     score = jnp.where(same, score, 0.0)
     low = jnp.where(same[:, :HALF], low, 0.0)
   row, column = lanes_lib.tile_indices(size, plan.interpret is not None)

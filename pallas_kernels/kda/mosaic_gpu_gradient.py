@@ -1,0 +1,521 @@
+"""Gradients of what is local to a chunk, on Hopper: one block per item.
+
+With the tiles k+, k-, q+ of `mosaic_gpu_prep`, the state S before the chunk,
+the gradient dS after it, v', dr and do, three warpgroups each make the
+gradient of one tile, left operands in registers:
+
+  dA = tril(do v'^T)     dN = -tril(dr v'^T, -1)
+  dq+ = 2^R (do S^T) + dA k-      dk+ = -2^R (dr S^T) + dN k-
+  dk- = 2^(G_last - R) (v' dS^T) + dA^T q+ + dN^T k+
+
+The lower left blocks take the other half's tile moved to this half's R. Two
+of the warpgroups, a thread per channel, then finish: dq = 2^(G - R) dq+,
+dk = 2^(G - R) dk+ + 2^(R - G) dk-, and the decay's gradient from
+
+  dG = q+ dq+ + k+ dk+ - k- dk-,  plus sum_v S_out dS at the last row
+
+summed backwards over rows, through the gate and the norms.
+"""
+
+import functools
+
+import jax
+from jax import lax
+from jax import numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.kda import mosaic_gpu_lanes as lanes_lib
+from pallas_kernels.kda import mosaic_gpu_prep as prep_lib
+from pallas_kernels.kda.mosaic_gpu_prep import (
+    CHUNK,
+    COLUMN,
+    HALF,
+    LOG2_E,
+    READS_STATE,
+    ROW,
+    VALID,
+    WRITES_STATE,
+    Plan,
+)
+
+_LN2 = 1.0 / LOG2_E
+_PAD = 8  # fp32 words after a row: wgmma rows then start in other banks
+# Rows of the small [64] vectors.
+_K_NORM, _Q_NORM, _BETA, _Q_DOT, _K_DOT, _PAST_DOT, _DBETA = range(7)
+_BIAS, _GAM, _DLAST = range(3)
+
+
+def gradient(plan: Plan, q, k, z, beta, slope, bias, runs, flags, saved):
+  """Gradients of q, k, z, beta and sums for the gate's parameters.
+
+  Args:
+    plan: the static part.
+    q: [B, T, H, K] bf16, as k.
+    k: see q.
+    z: [B, T, HV, K].
+    beta: [B, HV, T64] fp32, not zero.
+    slope: [HV].
+    bias: [HV, K].
+    runs: [B, T64] or None.
+    flags: [B, T64] or None.
+    saved: states, ds [B, HV, N, V, K] bf16, v_new [B, HV, N, 64, V] bf16, dv and
+      do [B, T, HV, V] bf16.
+
+  Returns:
+    dq, dk [B, T, HV, K] bf16, one per value head; dz like z; dbeta [B, HV, T64]
+    fp32; sums [B, HV, N, 2, 4, K] fp32, to be summed over chunks and warps:
+    the gradient of bias, and per channel that of slope.
+  """
+  batch, tokens, _, width = q.shape
+  value_heads = z.shape[2]
+  chunks = beta.shape[2] // CHUNK
+  values = saved[3].shape[-1]
+  rows = jax.ShapeDtypeStruct((batch, tokens, value_heads, width), jnp.bfloat16)
+  out_type = [
+      rows,
+      rows,
+      jax.ShapeDtypeStruct(z.shape, z.dtype),
+      jax.ShapeDtypeStruct(beta.shape, jnp.float32),
+      jax.ShapeDtypeStruct(
+          (batch, value_heads, chunks, 2, 4, width), jnp.float32
+      ),
+  ]
+  tiled = lanes_lib.TILED
+
+  def smem(shape, dtype=jnp.float32, transforms=()):
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+  def bf16(*shape):
+    return smem(shape, jnp.bfloat16, tiled)
+
+  scratch = dict(
+      q_tile=bf16(CHUNK, width),
+      k_tile=bf16(CHUNK, width),
+      z_tile=smem((CHUNK, width), z.dtype),
+      k_minus=bf16(CHUNK, width),
+      cross=bf16(3 * HALF, width),
+      union=plgpu.RefUnion(
+          [
+              bf16(values, width),
+              bf16(values, width),
+              bf16(CHUNK, values),
+              bf16(CHUNK, values),
+              bf16(CHUNK, values),
+          ],
+          smem((3, CHUNK, width + _PAD)),
+      ),
+      totals=smem((4, width)),
+      powers=smem((4, width)),
+      tails=smem((4, width)),
+      partial=smem((4, width)),
+      sums=smem((2, 4, width)),
+      channels=smem((3, width)),
+      rows=smem((7, CHUNK)),
+      z_ready=plgpu.Barrier(num_arrivals=2),
+      qk_ready=plgpu.Barrier(num_arrivals=4 if plan.masked else 2),
+      saved_ready=plgpu.Barrier(num_arrivals=6),
+      pair_barrier=plgpu.Barrier(num_arrivals=2),
+      barrier=plgpu.Barrier(num_arrivals=3),
+  )
+  operands = [q, k, z, beta, slope, bias, *saved]
+  if plan.masked:
+    scratch["masks"] = smem((2, CHUNK), jnp.int32)
+    operands += [runs, flags]
+  if plan.interpret is not None:
+    scratch["stage"] = bf16(3, CHUNK, CHUNK)
+  kernel = plgpu.kernel(
+      functools.partial(_body, plan, value_heads // q.shape[2]),
+      out_type=out_type,
+      scratch_types=scratch,
+      grid=(value_heads, chunks, batch),
+      grid_names=("head", "chunk", "batch"),
+      num_threads=3,
+      thread_name="warpgroup",
+      kernel_name="kda_gradient",
+      compiler_params=plgpu.CompilerParams(
+          approx_math=True,
+          unsafe_no_auto_barriers=True,
+          lowering_semantics=plgpu.LoweringSemantics.Lane,
+      ),
+      interpret=plan.interpret,
+  )
+  return kernel(*operands)
+
+
+def _body(plan, heads_per_query, q_gm, k_gm, z_gm, beta_gm, slope_gm, bias_gm,
+          states_gm, ds_gm, v_new_gm, dv_gm, do_gm, *rest, **s):
+  masked_inputs, outputs = rest[:-5], rest[-5:]
+  dq_gm, dk_gm, dz_gm, dbeta_gm, sums_gm = outputs
+  role = lax.axis_index("warpgroup")
+  head, chunk, b = (lax.axis_index(n) for n in ("head", "chunk", "batch"))
+  (s["state"], s["ds"], s["v_new"], s["dr"], s["do"]), staging = s.pop("union")
+  s["staging"] = staging[0] if isinstance(staging, (tuple, list)) else staging
+  rows = pl.ds(chunk * CHUNK, CHUNK)
+  at = (b, head, chunk)
+  interpret = plan.interpret is not None
+  width = q_gm.shape[-1]
+
+  @pl.when(role == 0)
+  def _load():
+    copy = plgpu.copy_gmem_to_smem
+    source = lax.div(head, heads_per_query)
+    copy(z_gm.at[b, rows, head], s["z_tile"], s["z_ready"])
+    copy(bias_gm.at[head], s["channels"].at[_BIAS], s["z_ready"])
+    copy(k_gm.at[b, rows, source], s["k_tile"], s["qk_ready"])
+    copy(q_gm.at[b, rows, source], s["q_tile"], s["qk_ready"])
+    for j, gm in enumerate(masked_inputs):
+      copy(gm.at[b, rows], s["masks"].at[j], s["qk_ready"])
+    copy(states_gm.at[at], s["state"], s["saved_ready"])
+    copy(ds_gm.at[at], s["ds"], s["saved_ready"])
+    copy(v_new_gm.at[at], s["v_new"], s["saved_ready"])
+    copy(dv_gm.at[b, rows, head], s["dr"], s["saved_ready"])
+    copy(do_gm.at[b, rows, head], s["do"], s["saved_ready"])
+    copy(beta_gm.at[b, head, rows], s["rows"].at[_BETA], s["saved_ready"])
+
+  def sync(name):
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(s[name])
+    plgpu.barrier_wait(s[name])
+
+  slope = slope_gm[head]
+
+  @pl.when(role < 2)
+  def _():
+    plgpu.barrier_wait(s["qk_ready"])
+    plgpu.barrier_wait(s["z_ready"])
+    lanes = lanes_lib.Lanes.create(width, role, interpret)
+    sums = prep_lib.gate_sums(plan, lanes, slope, s)
+    if plan.raw:
+      prep_lib.row_norms(plan, role, s)
+    sync("pair_barrier")
+    _decayed_tiles(plan, lanes, sums, s)
+    plgpu.barrier_wait(s["saved_ready"])
+
+  @pl.when(role == 2)
+  def _():
+    if plan.masked:
+      plgpu.barrier_wait(s["qk_ready"])
+    plgpu.barrier_wait(s["saved_ready"])
+    for half in (0, 1):
+      lanes = lanes_lib.Lanes.create(width, half, interpret)
+      _state_dots(lanes, s)
+
+  sync("barrier")
+  branches = (_query_side, _key_side, _past_side)
+  for side, branch in enumerate(branches):
+
+    @pl.when(role == side)
+    def _(side=side, branch=branch):
+      tile = branch(plan, s)
+      sync("barrier")  # Everyone is done with what the staging overwrites.
+      columns = pl.ds(0, width)
+      s["staging"].at[side, :, columns][...] = tile
+      sync("barrier")
+
+  @pl.when(role < 2)
+  def _():
+    lanes = lanes_lib.Lanes.create(width, role, interpret)
+    _finish(plan, lanes, slope, s)
+    sync("pair_barrier")
+
+    @pl.when(role == 0)
+    def _():
+      plgpu.copy_smem_to_gmem(s["q_tile"], dq_gm.at[b, rows, head])
+      plgpu.copy_smem_to_gmem(s["k_tile"], dk_gm.at[b, rows, head])
+      plgpu.copy_smem_to_gmem(s["z_tile"], dz_gm.at[b, rows, head])
+      plgpu.copy_smem_to_gmem(
+          s["rows"].at[_DBETA], dbeta_gm.at[b, head, rows]
+      )
+      plgpu.copy_smem_to_gmem(s["sums"], sums_gm.at[at])
+      plgpu.wait_smem_to_gmem(0)
+
+
+def _decayed_tiles(plan, lanes, sums, s):
+  """Writes k+, q+ in place, k-, what the other half sees, and the powers."""
+  at = prep_lib.references(lanes, s)
+  to_edge = jnp.exp2(at.to_edge).astype(jnp.bfloat16)
+  from_edge = jnp.exp2(at.from_edge).astype(jnp.bfloat16)
+  gam = jnp.exp2(at.whole)
+  if plan.masked:
+    keeps = (s["masks"][1, 0] & prep_lib.KEEPS_STATE) != 0
+    gam = jnp.where(keeps, gam, 0.0)
+  lanes.store_group(s["powers"], jnp.exp2(at.middle))
+  lanes.store_group(s["tails"], jnp.exp2(at.whole - at.middle))
+  lanes.store_channels(s["channels"].at[_GAM], gam)
+  for r in lanes.rows:
+    decay = at.relative(sums[r])
+    plus, minus = jnp.exp2(decay), jnp.exp2(-decay)
+    k = lanes.load_tile(s["k_tile"], r).astype(jnp.float32)
+    q = lanes.load_tile(s["q_tile"], r).astype(jnp.float32)
+    if plan.raw:
+      k *= lanes.load_row_value(s["rows"].at[_K_NORM], r)
+      q *= lanes.load_row_value(s["rows"].at[_Q_NORM], r)
+    else:
+      q *= plan.scale
+    if plan.masked:
+      flags = lanes.load_row_value(s["masks"].at[1], r)
+      valid = (flags & VALID) != 0
+      k, q = jnp.where(valid, k, 0.0), jnp.where(valid, q, 0.0)
+    k_plus = (k * plus).astype(jnp.bfloat16)
+    k_past = (k * minus).astype(jnp.bfloat16)
+    q_plus = (q * plus).astype(jnp.bfloat16)
+    lanes.store_tile(s["k_tile"], r, k_plus)
+    lanes.store_tile(s["q_tile"], r, q_plus)
+    lanes.store_tile(s["k_minus"], r, k_past)
+    # Two steps: their product can be too small for a number that matters.
+    k_other = lanes.where_warp_from(2, k_plus, k_past) * to_edge * from_edge
+    lanes.store_tile(s["cross"], r, k_other)
+    q_other = q_plus * to_edge * from_edge
+    q_other = lanes.where_warp_from(2, q_other, k_other)
+    lanes.store_tile(s["cross"], r, q_other, upper_offset=HALF)
+
+
+def _state_dots(lanes, s):
+  """partial[w] = sum over the warp's share of v of S dS, per channel."""
+  total = None
+  for first in range(0, s["state"].shape[0], CHUNK):
+    window = pl.ds(first, CHUNK)
+    products = {
+        r: lanes.load_tile(s["state"].at[window], r).astype(jnp.float32)
+        * lanes.load_tile(s["ds"].at[window], r).astype(jnp.float32)
+        for r in lanes.rows
+    }
+    _, dots = lanes.running_sums(products)
+    total = dots if total is None else total + dots
+  lanes.store_group(s["partial"], total)
+
+
+def _product(preset, terms, stage):
+  """preset + sum of a @ b, left operands in registers or shared memory."""
+  shape = preset if isinstance(preset, tuple) else preset.shape
+
+  def multiply(acc):
+    if not isinstance(preset, tuple) and stage is None:
+      acc[...] = preset
+    for a, b in terms:
+      if stage is not None and isinstance(a, jax.Array):
+        stage[...] = a
+        a = stage
+      plgpu.wgmma(acc, a, b)
+    return acc[...]
+
+  product = pl.run_scoped(multiply, plgpu.ACC(shape))
+  if not isinstance(preset, tuple) and stage is not None:
+    product = product + preset
+  return product
+
+
+def _stage(s, side):
+  return s["stage"].at[side] if "stage" in s else None
+
+
+def _indices(plan, columns=CHUNK):
+  return lanes_lib.tile_indices(columns, plan.interpret is not None)
+
+
+def _two_parts(plan, x, below, s):
+  """Masks a score gradient; its diagonal halves and its corner, in bf16.
+
+  Args:
+    plan: the static part.
+    x: [64, 64] fp32.
+    below: (row, column) -> where the entry is kept.
+    s: shared memory.
+  """
+  row, column = _indices(plan)
+  x = jnp.where(below(row, column), x, 0.0)
+  if plan.masked:
+    x = jnp.where(prep_lib.same_run(s), x, 0.0)
+  inside = (row >= HALF) == (column >= HALF)
+  x = x.astype(jnp.bfloat16)
+  zero = jnp.zeros((), jnp.bfloat16)
+  return jnp.where(inside, x, zero), jnp.where(inside, zero, x)
+
+
+def _by_half(plan, vectors, shape):
+  """[64, K] with row 0 of vectors [4, K] above and row 2 below."""
+  first, second = (
+      lax.broadcast_in_dim(
+          plgpu.load(vectors.at[w], layout=COLUMN), shape, (1,)
+      )
+      for w in (0, 2)
+  )
+  row, _ = _indices(plan, shape[1])
+  return jnp.where(row < HALF, first, second)
+
+
+def _where_flag(plan, s, bit, x):
+  if not plan.masked:
+    return x
+  flags = plgpu.load(s["masks"].at[1], layout=ROW)
+  keep = lax.broadcast_in_dim((flags & bit) != 0, x.shape, (0,))
+  return jnp.where(keep, x, 0.0)
+
+
+def _row_dot(x, tile):
+  """Row sums of x * tile, [64]."""
+  total = 0.0
+  for first in range(0, x.shape[1], 64):
+    piece = tile.at[:, pl.ds(first, 64)]
+    y = plgpu.load(piece, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+    total += jnp.sum(x[:, first : first + 64] * y, axis=1)
+  return total
+
+
+def _later_side(plan, s, side, rows_name, tile_name, sign, below):
+  """dq+ or dk+: gradients of a tile on the later side of a score."""
+  width = s["q_tile"].shape[1]
+  d_score = _product(
+      (CHUNK, CHUNK), [(s[rows_name], s["v_new"].transpose((1, 0)))], None
+  )
+  inner, corner = _two_parts(plan, sign * d_score, below, s)
+  tile = _product((CHUNK, width), [(s[rows_name], s["state"])], None)
+  tile = tile * _by_half(plan, s["powers"], tile.shape) * sign
+  tile = _where_flag(plan, s, READS_STATE, tile)
+  terms = [(inner, s["k_minus"]), (corner, s["cross"].at[pl.ds(0, CHUNK)])]
+  tile = _product(tile, terms, _stage(s, side))
+  dot = _Q_DOT if side == 0 else _K_DOT
+  s["rows"][dot] = _row_dot(tile, s[tile_name])
+  return tile
+
+
+def _query_side(plan, s):
+  # d beta: the error e = v' / beta and the gradient w = dr / beta of its
+  # solve, by rows.
+  beta = plgpu.load(s["rows"].at[_BETA], layout=ROW)
+  dots = 0.0
+  for first in range(0, s["dr"].shape[1], 64):
+    piece = s["dr"].at[:, pl.ds(first, 64)]
+    dr = plgpu.load(piece, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+    dots += _row_dot(dr, s["v_new"].at[:, pl.ds(first, 64)])
+  s["rows"][_DBETA] = dots / beta / beta
+  return _later_side(
+      plan, s, 0, "do", "q_tile", 1.0, lambda row, column: column <= row
+  )
+
+
+def _key_side(plan, s):
+  return _later_side(
+      plan, s, 1, "dr", "k_tile", -1.0, lambda row, column: column < row
+  )
+
+
+def _past_side(plan, s):
+  """dk-: the gradient of the earlier side of both scores and of the state."""
+  width = s["q_tile"].shape[1]
+  tile = _product((CHUNK, width), [(s["v_new"], s["ds"])], None)
+  tile = tile * _by_half(plan, s["tails"], tile.shape)
+  tile = _where_flag(plan, s, WRITES_STATE, tile)
+  for first in range(0, width, 64):
+    columns = pl.ds(first, 64)
+    past = plgpu.load(
+        s["k_minus"].at[:, columns], layout=plgpu.Layout.WGMMA
+    ).astype(jnp.float32)
+    dots = jnp.sum(tile[:, first : first + 64] * past, axis=0)
+    s["channels"].at[_DLAST, columns][...] = dots
+  sides = (
+      ("do", 1.0, "q_tile", HALF, lambda row, column: row <= column),
+      ("dr", -1.0, "k_tile", 0, lambda row, column: row < column),
+  )
+  for rows_name, sign, name, window, above in sides:
+    d_score = _product(
+        (CHUNK, CHUNK), [(s["v_new"], s[rows_name].transpose((1, 0)))], None
+    )
+    inner, corner = _two_parts(plan, sign * d_score, above, s)
+    terms = [
+        (inner, s[name]),
+        (corner, s["cross"].at[pl.ds(window, CHUNK)]),
+    ]
+    tile = _product(tile, terms, _stage(s, 2))
+  s["rows"][_PAST_DOT] = _row_dot(tile, s["k_minus"])
+  return tile
+
+
+def _finish(plan, lanes, slope, s):
+  """From the tiles' gradients to those of q, k and z, in place."""
+  at = prep_lib.references(lanes, s)
+  if plan.raw:
+    bias = lanes.load_channels(s["channels"].at[_BIAS])
+  zs, decays, slopes = {}, {}, {}
+  for r in lanes.rows:
+    z = lanes.load_plain(s["z_tile"], r).astype(jnp.float32)
+    if plan.raw:
+      # Bounded, so that 0 * infinity cannot arise below.
+      e = jnp.minimum(jnp.exp2(-(z * slope + bias)), 2.0**60)
+      sigmoid = lanes.reciprocal(1.0 + e)
+      g = sigmoid * (plan.lower_bound * LOG2_E)
+      slopes[r] = sigmoid * sigmoid * e * (plan.lower_bound * _LN2)
+    else:
+      g = jnp.maximum(z, plan.lower_bound) * LOG2_E
+      slopes[r] = jnp.where(z >= plan.lower_bound, 1.0, 0.0)
+    if plan.masked:
+      flags = lanes.load_row_value(s["masks"].at[1], r)
+      valid = (flags & VALID) != 0
+      g = jnp.where(valid, g, 0.0)
+      slopes[r] = jnp.where(valid, slopes[r], 0.0)
+    decays[r] = g
+  sums, _ = lanes.running_sums(decays)
+  d_sums = {}
+  for r in lanes.rows:
+    decay = at.relative(sums[r])
+    plus, minus = jnp.exp2(decay), jnp.exp2(-decay)
+    dq, dk, dk_past = (
+        lanes.load_plain(s["staging"].at[side], r) for side in range(3)
+    )
+    q = lanes.load_tile(s["q_tile"], r).astype(jnp.float32)
+    k = lanes.load_tile(s["k_tile"], r).astype(jnp.float32)
+    k_past = lanes.load_tile(s["k_minus"], r).astype(jnp.float32)
+    d_sums[r] = q * dq + k * dk - k_past * dk_past
+    dq = plus * dq
+    dk = plus * dk + minus * dk_past
+    if plan.raw:
+      row = lambda i, r=r: lanes.load_row_value(s["rows"].at[i], r)
+      # The tile holds scale q / |q|, its norm's row scale / |q|.
+      q_dot = row(_Q_DOT) * (1.0 / plan.scale**2)
+      dq = row(_Q_NORM) * (dq - q * minus * q_dot)
+      dk = row(_K_NORM) * (dk - k * minus * (row(_K_DOT) + row(_PAST_DOT)))
+    else:
+      dq *= plan.scale
+    if plan.masked:
+      flags = lanes.load_row_value(s["masks"].at[1], r)
+      valid = (flags & VALID) != 0
+      dq, dk = jnp.where(valid, dq, 0.0), jnp.where(valid, dk, 0.0)
+    lanes.store_tile(s["q_tile"], r, dq.astype(jnp.bfloat16))
+    lanes.store_tile(s["k_tile"], r, dk.astype(jnp.bfloat16))
+  _gate_gradient(plan, lanes, slope, d_sums, slopes, s)
+
+
+def _gate_gradient(plan, lanes, slope, d_sums, slopes, s):
+  """Sums dG backwards over rows and goes through the gate."""
+  last = lanes.load_channels(s["partial"].at[0])
+  for w in range(1, 4):
+    last += lanes.load_channels(s["partial"].at[w])
+  last = last * lanes.load_channels(s["channels"].at[_GAM])
+  last += lanes.load_channels(s["channels"].at[_DLAST])
+  running, own = lanes.running_sums(d_sums)
+  plgpu.commit_smem()  # partial is read, and becomes the totals of dG.
+  lanes.store_group(s["partial"], own)
+  plgpu.commit_smem()
+  total = [lanes.load_channels(s["partial"].at[w]) for w in range(4)]
+  # What a row's own and later rows sum to, up to its running sum.
+  after = last + total[3]
+  carry = after + total[2]
+  suffix = lanes.where_warp_from(3, after, carry)
+  carry = carry + total[1]
+  suffix = lanes.where_warp_from(2, suffix, carry)
+  suffix = lanes.where_warp_from(1, suffix, carry + total[0])
+  d_bias, d_slope = {}, {}
+  for r in lanes.rows:
+    dx = (suffix - running[r] + d_sums[r]) * slopes[r]
+    z = lanes.load_plain(s["z_tile"], r)
+    d_bias[r] = dx
+    dz = dx * slope if plan.raw else dx
+    d_slope[r] = dx * z.astype(jnp.float32)
+    if plan.masked:
+      flags = lanes.load_row_value(s["masks"].at[1], r)
+      valid = (flags & VALID) != 0
+      d_slope[r] = jnp.where(valid, d_slope[r], 0.0)
+    lanes.store_plain(s["z_tile"], r, dz.astype(z.dtype))
+  for i, values in enumerate((d_bias, d_slope)):
+    lanes.store_group(s["sums"].at[i], lanes.running_sums(values)[1])
