@@ -7,13 +7,12 @@ import jax
 from jax import numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import dispatch
+from pallas_kernels.kda import block_sizes
 from pallas_kernels.kda import gate
 from pallas_kernels.kda import intra_chunk as intra
 
 _CHUNK = intra.CHUNK
-# Chunk-local arrays hold this many elements at most: it bounds the memory
-# beyond what grows with T, and is enough work to fill a device.
-_GROUP_ELEMENTS = 2**24
 
 
 def kda(
@@ -54,71 +53,67 @@ def kda(
   """
   if not q.shape[1]:
     return jnp.zeros_like(v), initial_state
-  return _kda(float(scale), q, k, v, g, beta, initial_state, runs)
+  tokens = q.shape[1]
+  chunks = _chunks_per_group(q, v)
+  padding = -tokens % (_CHUNK * chunks)
+  q, k, v, g, beta = (_pad_tokens(x, padding) for x in (q, k, v, g, beta))
+  if runs is not None:
+    runs = _pad_tokens(runs, padding, mode="edge")
+  static = (float(scale), chunks)
+  out, final_state = _kda(static, q, k, v, g, beta, initial_state, runs)
+  return out[:, :tokens], final_state
+
+
+def _pad_tokens(x, padding, mode="constant"):
+  """Appends tokens; zeros neither decay nor write nor read."""
+  return jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2), mode)
+
+
+def _chunks_per_group(q, v):
+  batch, tokens, _, key_width = q.shape
+  value_heads, value_width = v.shape[2:]
+  return block_sizes.chunks_per_group(
+      -(-tokens // _CHUNK),
+      batch * value_heads * _CHUNK * max(key_width, value_width),
+      dispatch.device_platform(),
+  )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kda(scale, q, k, v, g, beta, initial_state, runs):
-  out, final_state, _ = _forward(
-      scale, q, k, v, g, beta, initial_state, runs, keep_states=False
-  )
+def _kda(static, *args):
+  out, final_state, _ = _forward(static, *args, keep_states=False)
   return out, final_state
 
 
-def _kda_fwd(scale, *args):
-  out, final_state, states = _forward(scale, *args, keep_states=True)
+def _kda_fwd(static, *args):
+  out, final_state, states = _forward(static, *args, keep_states=True)
   return (out, final_state), (args, states)
 
 
-class _Layout(NamedTuple):
-  """How [B, T, H, ...] arrays become scanned groups of chunks."""
-
-  batch: int
-  tokens: int
-  heads: int
-  value_heads: int
-  groups: int
-  chunks: int  # per group
-
-  def split(self, x, mode="constant"):
-    """[B, T, h, ...] -> [groups, chunks, B * h, C, ...]."""
-    padded = self.groups * self.chunks * _CHUNK
-    pad = [(0, 0)] * x.ndim
-    pad[1] = (0, padded - self.tokens)
-    x = jnp.pad(x, pad, mode=mode)
-    batch, _, heads, *width = x.shape
-    x = x.reshape(batch, self.groups, self.chunks, _CHUNK, heads, *width)
-    x = jnp.moveaxis(x, (1, 2, 0, 4, 3), (0, 1, 2, 3, 4))
-    shape = (self.groups, self.chunks, batch * heads, _CHUNK, *width)
-    return x.reshape(shape)
-
-  def join(self, x):
-    """[groups, chunks, B * h, C, ...] -> [B, T, h, ...]."""
-    x = x.reshape(*x.shape[:2], self.batch, -1, *x.shape[3:])
-    x = jnp.moveaxis(x, (0, 1, 2, 3, 4), (1, 2, 0, 4, 3))
-    x = x.reshape(self.batch, -1, *x.shape[4:])
-    return x[:, : self.tokens]
-
-  def split_runs(self, runs):
-    """[B, T] -> split runs, and the split runs of the tokens before."""
-    if runs is None:
-      return None, None
-    spread = lambda x: jnp.repeat(x[:, :, None], self.value_heads, axis=2)
-    previous = jnp.pad(runs, ((0, 0), (1, 0)))[:, : self.tokens]
-    return tuple(
-        self.split(spread(x), mode="edge") for x in (runs, previous)
-    )
+def _split(x, chunks):
+  """[B, T, h, ...] -> [groups, chunks, B * h, C, ...], to be scanned."""
+  batch, tokens, heads, *width = x.shape
+  groups = tokens // (chunks * _CHUNK)
+  x = x.reshape(batch, groups, chunks, _CHUNK, heads, *width)
+  x = jnp.moveaxis(x, (1, 2, 0, 4, 3), (0, 1, 2, 3, 4))
+  return x.reshape(groups, chunks, batch * heads, _CHUNK, *width)
 
 
-def _layout(q, v):
-  batch, tokens, heads, key_width = q.shape
-  value_heads, value_width = v.shape[2:]
-  per_chunk = batch * value_heads * _CHUNK * max(key_width, value_width)
-  most = max(1, _GROUP_ELEMENTS // per_chunk)
-  chunks = -(-tokens // _CHUNK)
-  groups = -(-chunks // most)
-  return _Layout(
-      batch, tokens, heads, value_heads, groups, -(-chunks // groups)
+def _join(x, batch):
+  """[groups, chunks, B * h, C, ...] -> [B, T, h, ...]."""
+  x = x.reshape(*x.shape[:2], batch, -1, *x.shape[3:])
+  x = jnp.moveaxis(x, (0, 1, 2, 3, 4), (1, 2, 0, 4, 3))
+  return x.reshape(batch, -1, *x.shape[4:])
+
+
+def _split_runs(runs, value_heads, chunks):
+  """[B, T] -> split runs, and the split runs of the tokens before."""
+  if runs is None:
+    return None, None
+  before = jnp.pad(runs, ((0, 0), (1, 0)))[:, :-1]
+  return tuple(
+      _split(jnp.repeat(x[:, :, None], value_heads, axis=2), chunks)
+      for x in (runs, before)
   )
 
 
@@ -154,13 +149,25 @@ def _local(ratio, q, k, v, g, beta, runs, previous) -> _Local:
   )
 
 
-def _forward(scale, q, k, v, g, beta, initial_state, runs, *, keep_states):
-  """Returns out, final_state and, if asked, the state before each chunk."""
+@functools.partial(jax.jit, static_argnames=("static", "keep_states"))
+def _forward(static, q, k, v, g, beta, initial_state, runs, *, keep_states):
+  """Returns out, final_state and, if asked, the state before each chunk.
+
+  Args:
+    static: (scale, chunks per group); the groups divide T.
+    q: as in `kda`, like the arguments below.
+    k: see q.
+    v: see q.
+    g: see q.
+    beta: see q.
+    initial_state: see q.
+    runs: see q.
+    keep_states: whether to return the states [groups, chunks, Z, K, V].
+  """
+  scale, chunks = static
   operand = gate.operand_dtype(q, k, v)
   dot = functools.partial(intra.dot, operand=operand)
-  layout = _layout(q, v)
-  key_width, value_width = q.shape[-1], v.shape[-1]
-  ratio = layout.value_heads // layout.heads
+  ratio = v.shape[2] // q.shape[2]
 
   def group(state, xs):
     local = _local(ratio, *xs)
@@ -182,21 +189,20 @@ def _forward(scale, q, k, v, g, beta, initial_state, runs, *, keep_states):
     out = scale * (out + dot("nzij,nzjv->nziv", local.qk, write))
     return state, (out.astype(v.dtype), states if keep_states else None)
 
-  xs = tuple(layout.split(x) for x in (q, k, v, g, beta))
-  state = initial_state.reshape(-1, key_width, value_width)
-  state, (out, states) = jax.lax.scan(
-      group, state, (*xs, *layout.split_runs(runs))
-  )
-  return layout.join(out), state.reshape(initial_state.shape), states
+  xs = [_split(x, chunks) for x in (q, k, v, g, beta)]
+  xs += _split_runs(runs, v.shape[2], chunks)
+  state = initial_state.reshape(-1, *initial_state.shape[2:])
+  state, (out, states) = jax.lax.scan(group, state, tuple(xs))
+  return _join(out, q.shape[0]), state.reshape(initial_state.shape), states
 
 
-def _kda_bwd(scale, residuals, cotangents):
+@functools.partial(jax.jit, static_argnames="static")
+def _kda_bwd(static, residuals, cotangents):
   (q, k, v, g, beta, initial_state, runs), states = residuals
   d_out, d_final = cotangents
+  scale, chunks = static
   operand = gate.operand_dtype(q, k, v)
-  layout = _layout(q, v)
-  key_width, value_width = q.shape[-1], v.shape[-1]
-  ratio = layout.value_heads // layout.heads
+  ratio = v.shape[2] // q.shape[2]
 
   def group(d_state, xs):
     *xs, states, d_out = xs
@@ -208,11 +214,12 @@ def _kda_bwd(scale, residuals, cotangents):
     grads = (dq, dk, *rest)
     return d_state, tuple(d.astype(x.dtype) for d, x in zip(grads, xs))
 
-  xs = [layout.split(x) for x in (q, k, v, g, beta)]
-  xs += [*layout.split_runs(runs), states, layout.split(d_out)]
-  d_state = d_final.reshape(-1, key_width, value_width)
+  xs = [_split(x, chunks) for x in (q, k, v, g, beta)]
+  xs += _split_runs(runs, v.shape[2], chunks)
+  xs += [states, _split(d_out, chunks)]
+  d_state = d_final.reshape(-1, *d_final.shape[2:])
   d_state, grads = jax.lax.scan(group, d_state, tuple(xs), reverse=True)
-  grads = tuple(layout.join(x) for x in grads)
+  grads = tuple(_join(x, q.shape[0]) for x in grads)
   return (*grads, d_state.reshape(initial_state.shape), None)
 
 
@@ -277,6 +284,6 @@ def _group_gradient(local, states, d_out, d_state, operand):
   d_decay += local.q * dq_entry + local.k * (dk_entry - dk_exit)
   d_last = jnp.sum(local.k * dk_exit, axis=2)
   d_last += factors.end * jnp.sum(states * d_ends, axis=-1)
-  dg = intra.sum_from_here(d_decay.at[:, :, -1].add(d_last))
+  dg = intra.sum_from_here(d_decay) + d_last[:, :, None]
   dk += dk_entry + dk_exit
   return d_state, (dq + dq_entry, dk, dv, dg, d_beta)

@@ -220,28 +220,33 @@ def unit_lower_inverse(lower):
   [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]] twice. A product of
   powers of lower would overflow on correlated keys that hardly decay.
   """
-  size = TILE
-  blocks = [
-      lower[..., i : i + size, i : i + size] for i in range(0, CHUNK, size)
-  ]
-  blocks = list(
-      jnp.moveaxis(_substitute(jnp.stack(blocks, axis=-3)), -3, 0)
+  inverse = _substitute(_diagonal(lower, TILE, 0))  # [..., C / 16, 16, 16]
+  for size in (TILE, 2 * TILE):
+    a, d = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+    b = _diagonal(lower, size, 1)
+    corner = -_exact(d, _exact(b, a))
+    top = jnp.concatenate([a, jnp.zeros_like(a)], axis=-1)
+    bottom = jnp.concatenate([corner, d], axis=-1)
+    inverse = jnp.concatenate([top, bottom], axis=-2)
+  return inverse[..., 0, :, :]
+
+
+def _diagonal(x, size, below):
+  """Stacks the size-wide blocks on the diagonal, or those below every other.
+
+  Args:
+    x: [..., C, C].
+    size: of a block.
+    below: 0 for blocks (i, i); 1 for blocks (2 i + 1, 2 i).
+  """
+  corners = range(0, CHUNK, size * (1 + below))
+  return jnp.stack(
+      [
+          x[..., i + below * size : i + (1 + below) * size, i : i + size]
+          for i in corners
+      ],
+      axis=-3,
   )
-  while size < CHUNK:
-    merged = []
-    for i in range(0, len(blocks), 2):
-      a, d = blocks[i], blocks[i + 1]
-      top = i * size
-      b = lower[..., top + size : top + 2 * size, top : top + size]
-      corner = -_exact(d, _exact(b, a))
-      upper = jnp.concatenate([a, jnp.zeros_like(a)], axis=-1)
-      merged.append(
-          jnp.concatenate(
-              [upper, jnp.concatenate([corner, d], axis=-1)], axis=-2
-          )
-      )
-    blocks, size = merged, 2 * size
-  return blocks[0]
 
 
 def _exact(a, b):
