@@ -13,7 +13,7 @@ from sparsemm_jax.models import presets
 
 def get_config():
   """Returns the run's config, every field of which a flag can change."""
-  mixture = {"digits": 2.0, "python": 1.0}
+  mixture = {"digits": 4.0, "python": 1.0}
 
   def stage(seq_len, batch_size, steps):
     return config_lib.StageConfig(
@@ -28,14 +28,14 @@ def get_config():
       config_lib.RunConfig(
           model=presets.get_preset("tiny"),
           optim=config_lib.OptimConfig(
-              learning_rate=4e-3, warmup_fraction=0.03
+              learning_rate=1e-2, warmup_fraction=0.03
           ),
           train=config_lib.TrainConfig(
               stages=(
-                  stage(256, 8, 160),
-                  stage(512, 4, 60),
-                  stage(1024, 2, 40),
-                  stage(2048, 1, 40),
+                  stage(256, 8, 260),
+                  stage(512, 4, 40),
+                  stage(1024, 2, 30),
+                  stage(2048, 1, 20),
               ),
               log_every=10,
               checkpoint_every=100,
