@@ -56,6 +56,7 @@ def chunk_kda(
   Source: Kimi Linear (arXiv 2510.26692), with the bounded gate of Kimi K3.
   """
   checks.check_tokens(q, k, v, beta, initial_state, segment_ids, g=g)
+  given = (q, k, v, g, beta)
   runs = None
   if segment_ids is not None and segment_ids.size:
     valid, runs = segments.runs_of(segment_ids)
@@ -68,6 +69,12 @@ def chunk_kda(
   # Best first. A device implementation is one more line here; it imports its
   # own module, so that nothing of it loads where it is not used.
   candidates = {
+      "mosaic_gpu": lambda: _mosaic_gpu().chunk_kda(
+          *given,
+          scale=scale,
+          initial_state=initial_state,
+          segment_ids=segment_ids,
+      ),
       "chunked": lambda: chunked.kda(*args, scale=scale),
       "reference": lambda: reference.kda(*args, scale=scale),
   }
@@ -119,24 +126,41 @@ def fused_kda(
   """
   checks.check_tokens(q, k, v, beta_logits, initial_state, segment_ids, z=z)
   gate.check_lower_bound(lower_bound, gate.operand_dtype(q, k, v))
-  if segment_ids is not None and segment_ids.size:
-    valid, _ = segments.runs_of(segment_ids)
-    # Before the norms: the gradient of a NaN row would be 0 * NaN.
-    q, k, z, beta_logits = (
-        segments.zero_padding(valid, x) for x in (q, k, z, beta_logits)
-    )
-  g = gate.bounded_log_decay(z, a_log, dt_bias, lower_bound=lower_bound)
-  return chunk_kda(
-      _l2_norm(q),
-      _l2_norm(k),
-      v,
-      g,
-      jax.nn.sigmoid(beta_logits.astype(g.dtype)),
-      scale=scale,
+  options = dict(
+      scale=q.shape[-1] ** -0.5 if scale is None else scale,
       initial_state=initial_state,
       segment_ids=segment_ids,
-      implementation=implementation,
   )
+
+  def unfused(name):
+    """`chunk_kda` after norms, gate and sigmoid of their own."""
+    x = (q, k, z, beta_logits)
+    if segment_ids is not None and segment_ids.size:
+      valid, _ = segments.runs_of(segment_ids)
+      # Before the norms: the gradient of a NaN row would be 0 * NaN.
+      x = (segments.zero_padding(valid, y) for y in x)
+    q_, k_, z_, logits = x
+    g = gate.bounded_log_decay(z_, a_log, dt_bias, lower_bound=lower_bound)
+    beta = jax.nn.sigmoid(logits.astype(g.dtype))
+    return chunk_kda(
+        _l2_norm(q_), _l2_norm(k_), v, g, beta, implementation=name, **options
+    )
+
+  candidates = {
+      "mosaic_gpu": lambda: _mosaic_gpu().fused_kda(
+          q, k, v, z, beta_logits, a_log, dt_bias, lower_bound=lower_bound,
+          **options,
+      ),
+      "chunked": lambda: unfused("chunked"),
+      "reference": lambda: unfused("reference"),
+  }
+  return dispatch.run("fused_kda", candidates, implementation)
+
+
+def _mosaic_gpu():
+  from pallas_kernels.kda import mosaic_gpu  # Loads Pallas where it is used.
+
+  return mosaic_gpu
 
 
 def _l2_norm(x: Array) -> Array:

@@ -15,6 +15,7 @@ from jax import numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import dispatch
 from pallas_kernels.kda import mosaic_gpu_gradient as gradient_lib
 from pallas_kernels.kda import mosaic_gpu_prep as prep_lib
 from pallas_kernels.kda import mosaic_gpu_scan as scan_lib
@@ -49,7 +50,7 @@ def fused_kda(
     NotImplementedError: widths, dtypes or a bound that the kernels do not
       serve.
   """
-  _check_served(q, k, v, z)
+  _check_served(q, k, v, z, interpret)
   if not LOWEST_BOUND <= lower_bound < 0.0:
     raise NotImplementedError(
         f"lower_bound {lower_bound} is not in [{LOWEST_BOUND}, 0)"
@@ -83,7 +84,7 @@ def chunk_kda(
   Raises:
     NotImplementedError: widths or dtypes that the kernels do not serve.
   """
-  _check_served(q, k, v, g)
+  _check_served(q, k, v, g, interpret)
   value_heads, width = g.shape[2:]
   unused = jnp.zeros((value_heads,)), jnp.zeros((value_heads, width))
   return _run(
@@ -92,7 +93,9 @@ def chunk_kda(
   )
 
 
-def _check_served(q, k, v, z):
+def _check_served(q, k, v, z, interpret):
+  if interpret is None and not _on_hopper():
+    raise NotImplementedError("the kernels need a Hopper GPU")
   key_width, value_width = q.shape[-1], v.shape[-1]
   if key_width not in WIDTHS or value_width not in WIDTHS:
     raise NotImplementedError(
@@ -105,6 +108,14 @@ def _check_served(q, k, v, z):
     raise NotImplementedError(f"the gate is {z.dtype}, not bfloat16 or float32")
   if not v.size:
     raise NotImplementedError("no tokens")
+
+
+def _on_hopper() -> bool:
+  if dispatch.device_platform() != "gpu":
+    return False
+  abstract = jax.sharding.get_abstract_mesh().abstract_device
+  kind = (abstract or jax.devices("gpu")[0]).device_kind
+  return any(name in kind for name in ("H100", "H200", "H800", "H20"))
 
 
 def _run(raw, scale, lower_bound, interpret, q, k, v, z, beta, slope, bias,
