@@ -56,8 +56,8 @@ class KernelResources:
     registers: registers per thread at launch.
     spill_bytes: bytes per thread stored to local memory because registers ran
       out; stores and loads are counted apart, this is the larger.
-    serialized: whether ptxas had to serialise the kernel's wgmma (C7510 and
-      its relatives), which costs more than any spill.
+    serialized: whether ptxas had to serialise the kernel's wgmma or put
+      waits between them (C7510 and its relatives).
   """
 
   name: str
@@ -91,8 +91,8 @@ def devices(target: str) -> tuple:
     ValueError: a target that has no compiler.
     RuntimeError: the compiler's wheel is not installed.
   """
-  reason = None if _parse(target) is None else unavailable(target)
-  if reason:
+  generation, shape = _parse(target)
+  if reason := unavailable(target):
     raise RuntimeError(reason)
   if target == "h200":
     topology = topologies.get_topology_desc(
@@ -103,7 +103,6 @@ def devices(target: str) -> tuple:
     return tuple(topology.devices)
   for name, value in _TPU_ENVIRONMENT.items():
     os.environ.setdefault(name, value)
-  generation, shape = _parse(target)
   rank = _TPU_RANK[generation]
   options = {}
   if shape is None:
@@ -205,8 +204,7 @@ def _parse_ptxas(text: str) -> list[KernelResources]:
               name=name,
               registers=int(registers[1]),
               spill_bytes=max(map(int, spills), default=0),
-              serialized=re.search(r"C75(?:10|11|12|13|14|15|16|17)", text)
-              is not None,
+              serialized=re.search(rf"C75\d\d.*'{name}'", text) is not None,
           )
       )
   return kernels
