@@ -4,7 +4,8 @@
 
 Prints, and writes to `<workdir>/evaluation.json`: held-out bits per byte of
 each source (for plain text beside those of a bigram model fitted on the same
-training text), the accuracy of captions, and each MoE layer's load.
+training text), the accuracy of captions, and the load of each MoE
+layer's experts.
 """
 
 import json
@@ -39,7 +40,8 @@ def main(argv) -> None:
   variables = run.variables
   eval_step = jax.jit(training.make_eval_step(config))
   results: dict[str, Any] = {"step": run.step}
-  for source in sorted({s for st in config.train.stages for s in st.mixture}):
+  counts: dict[str, np.ndarray] = {}
+  for source in stage.mixture:
     result = evaluation.held_out(
         config,
         source,
@@ -50,23 +52,25 @@ def main(argv) -> None:
         num_batches=_BATCHES.value or config.train.eval_batches,
         baseline=_bigram(config, source),
     )
-    violations = [
-        float(balancing.max_violation(counts)) for counts in result.counts
-    ]
+    counts[source] = result.counts
     results[source] = {
         "bits_per_byte": result.bits_per_byte,
         "bigram_bits_per_byte": result.bigram_bits_per_byte,
         "targets": result.targets,
-        "max_violation": violations,
         "depth_weights": result.depth_weights,
     }
     bigram = result.bigram_bits_per_byte
     print(
         f"{source}: {result.bits_per_byte:.3f} bits per byte"
         + (f", bigram {bigram:.3f}" if bigram else "")
-        + f", over {result.targets} held-out targets; max violation by layer"
-        f" {_rounded(violations)}"
+        + f", over {result.targets} held-out targets"
     )
+  violations = _max_violation(counts, stage.mixture)
+  results["max_violation"] = violations
+  print(
+      "max violation of the expert load on the held-out mixture, by layer:"
+      f" {[round(value, 2) for value in violations]}"
+  )
   if _CAPTIONS.value and _has_digits(config):
     captions = evaluation.captions(config, variables, limit=_CAPTIONS.value)
     accuracy = float(np.mean([caption.right for caption in captions]))
@@ -101,8 +105,13 @@ def _sample(caption) -> dict[str, Any]:
   }
 
 
-def _rounded(values) -> list[float]:
-  return [round(value, 2) for value in values]
+def _max_violation(counts, mixture) -> list[float]:
+  """The load of a batch mixed as in training, [layers]."""
+  total = sum(
+      weight * counts[source] / counts[source].sum(axis=1, keepdims=True)
+      for source, weight in mixture.items()
+  )
+  return [float(balancing.max_violation(layer)) for layer in total]
 
 
 if __name__ == "__main__":

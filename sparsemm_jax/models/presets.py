@@ -36,7 +36,7 @@ def _small() -> config_lib.ModelConfig:
   """Fills one H200 comfortably, in bf16."""
   return config_lib.ModelConfig(
       d_model=768,
-      num_layers=12,
+      num_layers=8,
       num_dense_layers=1,
       dense_hidden_dim=2048,
       attn_res_block_size=4,
