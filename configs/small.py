@@ -29,7 +29,7 @@ def get_config():
               learning_rate=1e-3, warmup_fraction=0.05
           ),
           train=config_lib.TrainConfig(
-              stages=(stage(1024, 16, 150), stage(2048, 8, 50)),
+              stages=(stage(1024, 16, 200),),
               checkpoint_every=100,
           ),
       )
