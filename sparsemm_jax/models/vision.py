@@ -107,7 +107,7 @@ class PositionTable(nn.Module):
         "embedding",
         nn.with_logical_partitioning(
             nn.initializers.normal(self.config.init_std),
-            ("position", "position", "vision_embed"),
+            ("position_y", "position_x", "vision_embed"),
         ),
         (size, size, vision.d_model),
         jnp.dtype(self.config.param_dtype),

@@ -13,7 +13,7 @@ LogicalNames = tuple[str | None, ...]
 _STACKED = ("layers", "expert")
 # One-hot or positional inputs, logits and per-channel filters: a gradient
 # touches their rows one by one, so that orthogonalising mixes nothing useful.
-_NOT_MATRICES = ("vocab", "position", "conv")
+_NOT_MATRICES = ("vocab", "position_y", "conv")
 
 # Of a X + b (X X^T) X + c (X X^T)^2 X, for each of five steps. Written out per
 # step, they make optax loop over the steps rather than unroll them: 46

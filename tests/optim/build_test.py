@@ -23,7 +23,7 @@ PARAMETERS = {
     "dt_bias": (("heads", "head_dim"), (3, 4)),
     "conv": (("conv", "heads", "head_dim"), (4, 3, 4)),
     "table": (("vocab", "embed"), (9, 12)),
-    "positions": (("position", "position", "vision_embed"), (4, 4, 6)),
+    "positions": (("position_y", "position_x", "vision_embed"), (4, 4, 6)),
     "head": (("embed", "vocab"), (12, 9)),
 }
 MUON = ("q_proj", "o_proj", "gate_proj", "router")
