@@ -197,13 +197,16 @@ def _parse_ptxas(text: str) -> list[KernelResources]:
   for block in re.split(r"Compiling entry function '", text)[1:]:
     name = block.split("'", 1)[0]
     registers = re.search(r"Used (\d+) registers", block)
-    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", block)
+    # The first only: the next kernel's warnings come before its own name.
+    spills = re.search(
+        r"(\d+) bytes spill stores, (\d+) bytes spill loads", block
+    )
     if registers:
       kernels.append(
           KernelResources(
               name=name,
               registers=int(registers[1]),
-              spill_bytes=max(map(int, spills), default=0),
+              spill_bytes=max(map(int, spills.groups())) if spills else 0,
               serialized=re.search(rf"C75\d\d.*'{name}'", text) is not None,
           )
       )

@@ -1,0 +1,70 @@
+"""The Hopper attention kernels as ptxas sees them: registers, spills, bytes."""
+
+from absl.testing import absltest
+import jax
+from jax import numpy as jnp
+
+from pallas_kernels import aot
+from pallas_kernels.kda import api
+from pallas_kernels.kda import arg_specs
+
+# A kernel over 227 KiB of shared memory does not compile at all. Spills are in
+# bytes per thread.
+_FORWARD = {"kda_prep": 0, "kda_scan": 0}
+_BACKWARD = _FORWARD | {"kda_states": 0, "kda_reverse": 0, "kda_gradient": 64}
+_GIB = 2**30
+
+
+class KdaResourcesTest(absltest.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    if reason := aot.unavailable("h200"):
+      self.skipTest(reason)
+
+  def check(self, kernels, budget):
+    found = {k.name.removesuffix("_mosaic_gpu_kernel"): k for k in kernels}
+    self.assertEqual(set(found), set(budget))
+    for name, kernel in found.items():
+      self.assertLessEqual(kernel.spill_bytes, budget[name], name)
+      self.assertFalse(kernel.serialized, name)
+
+  def test_raw_projections_forward_and_backward_stay_within_budget(self):
+
+    def forward_and_backward(x, cotangent):
+      run = lambda x: api.fused_kda(**x, implementation="mosaic_gpu")
+      (out, _), vjp = jax.vjp(run, x)
+      return out, vjp((cotangent, jnp.zeros((1, 96, 128, 128))))
+
+    x = arg_specs.SPECS["b1_t8192_h96"].shapes()
+    compiled, kernels = aot.kernel_resources(forward_and_backward, x, x["v"])
+    self.check(kernels, _BACKWARD)
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    # jax-linear-attention 0.1.0 takes 3.54 GiB here.
+    self.assertLess(temporary, 2.0 * _GIB)
+
+  def test_segments_few_heads_and_narrow_values_stay_within_budget(self):
+    shape = (1, 1024, 4, 64)
+    struct = jax.ShapeDtypeStruct
+
+    def forward(q, k, v, g, beta, segment_ids):
+      return api.chunk_kda(
+          q, k, v, g, beta, segment_ids=segment_ids,
+          implementation="mosaic_gpu",
+      )
+
+    bf16 = struct(shape, jnp.bfloat16)
+    _, kernels = aot.kernel_resources(
+        forward,
+        bf16,
+        bf16,
+        bf16,
+        struct(shape, jnp.float32),
+        struct(shape[:3], jnp.float32),
+        struct(shape[:2], jnp.int32),
+    )
+    self.check(kernels, _FORWARD)
+
+
+if __name__ == "__main__":
+  absltest.main()
