@@ -212,6 +212,7 @@ def time_shape(name, runs, rate):
         if label == "ours":
           raise
     rows[label] = row
+    print(name, label, row, flush=True)
   floors = [float(b / rate) for b in _floor_bytes(spec)]
   return {"rows": rows, "floor ms": floors}
 
