@@ -1,0 +1,296 @@
+"""Grouped matrix product on one GPU, beside torch._grouped_mm.
+
+  python -m experiments.bench_grouped_matmul --check
+  python -m experiments.bench_grouped_matmul --shapes=2048x1024x896 --torch
+
+One line per measurement: shape, load, what, milliseconds (median of 5 runs of
+10 launches back to back, and the spread of the 5), TFLOP/s of the useful
+products. "fwd+bwd" returns the output and both gradients.
+"""
+
+import concurrent.futures
+import contextlib
+import fcntl
+import time
+
+from absl import app, flags
+import jax
+from jax import numpy as jnp
+import numpy as np
+
+from pallas_kernels.grouped_matmul import mosaic_gpu
+from pallas_kernels.grouped_matmul import mosaic_gpu_rows
+from pallas_kernels.grouped_matmul import mosaic_gpu_schedule
+from pallas_kernels.grouped_matmul import mosaic_gpu_weights
+
+_SHAPES = flags.DEFINE_list(
+    "shapes",
+    ["2048x1024x112", "2048x1024x896", "3584x6144x112", "3584x6144x56"],
+    "Widths in and out, and experts.",
+)
+_ROWS = flags.DEFINE_integer("rows", 131072, "Rows of all groups together.")
+_PLANS = flags.DEFINE_multi_string(
+    "plan", ["{}"], "Fields of mosaic_gpu.Plan as a Python dict."
+)
+_LOADS = flags.DEFINE_list("loads", ["uniform", "settled", "zipf"], "")
+_PARTS = flags.DEFINE_bool("parts", False, "Time each kernel too.")
+_CHECK = flags.DEFINE_bool("check", False, "Compare with float64 and exit.")
+_LOCK = flags.DEFINE_string(
+    "lock", None, "File locked while timing: processes compile side by side."
+)
+_TORCH = flags.DEFINE_bool("torch", False, "Time torch._grouped_mm too.")
+
+_BF16 = jnp.bfloat16
+
+
+def group_sizes(load: str, num_rows: int, num_groups: int) -> np.ndarray:
+  """[E] int32: uniform, settled (6 % around the mean) or Zipf (1 / rank)."""
+  rng = np.random.default_rng(0)
+  share = np.ones(num_groups)
+  if load == "settled":
+    share = np.clip(1 + 0.06 * rng.normal(size=num_groups), 0.5, 2)
+  elif load == "zipf":
+    share = rng.permutation(1 / np.arange(1, num_groups + 1))
+  edges = np.round(np.cumsum(share) / share.sum() * num_rows)
+  return np.diff(edges, prepend=0).astype(np.int32)
+
+
+def main(argv):
+  if len(argv) > 1:
+    raise app.UsageError(f"unknown arguments {argv[1:]}")
+  device = jax.devices()[0]
+  print(f"# {device.device_kind}, jax {jax.__version__}", flush=True)
+  plans = [mosaic_gpu.Plan(**eval(text)) for text in _PLANS.value]  # pylint: disable=eval-used
+  if _CHECK.value:
+    for text, plan in zip(_PLANS.value, plans):
+      print(f"# plan {text}", flush=True)
+      check(plan)
+    return
+  for shape in _SHAPES.value:
+    sizes = [int(n) for n in shape.split("x")]
+    for text, plan in zip(_PLANS.value, plans):
+      measure(f"{shape} {text}", plan, *sizes)
+    if _TORCH.value:
+      measure_torch(shape, *sizes)
+
+
+def _forward(plan):
+  return lambda lhs, rhs, sizes, _: mosaic_gpu.grouped_matmul(
+      lhs, rhs, sizes, plan=plan
+  )
+
+
+def _both(plan):
+  def both(lhs, rhs, sizes, d_out):
+    product = lambda a, b: mosaic_gpu.grouped_matmul(a, b, sizes, plan=plan)
+    out, pull = jax.vjp(product, lhs, rhs)
+    return out, *pull(d_out)
+
+  return both
+
+
+def _parts(plan):
+  """Each kernel by itself, and the schedule."""
+  tiles = lambda lhs, sizes: mosaic_gpu_schedule.row_tiles(
+      sizes, lhs.shape[0], plan.heights
+  )
+  rows = mosaic_gpu_rows.rows_times_matrices
+  return {
+      "d_lhs": lambda lhs, rhs, sizes, d_out: rows(
+          plan, d_out, rhs, tiles(lhs, sizes), transpose=True
+      ),
+      "d_rhs": lambda lhs, rhs, sizes, d_out: (
+          mosaic_gpu_weights.outer_products(plan, lhs, d_out, sizes)
+      ),
+      "schedule": lambda lhs, rhs, sizes, d_out: tiles(lhs, sizes),
+  }
+
+
+def measure(label, plan, width_in, width_out, num_groups):
+  """Prints the times of one shape under every load."""
+  num_rows = _ROWS.value
+  inputs = _inputs(num_rows, width_in, width_out, num_groups)
+  functions = {"fwd": _forward(plan), "fwd+bwd": _both(plan)}
+  if _PARTS.value:
+    functions |= _parts(plan)
+  sizes = jnp.zeros((num_groups,), jnp.int32)
+  lhs, rhs, d_out = inputs
+
+  def compile_one(function):
+    return jax.jit(function).lower(lhs, rhs, sizes, d_out).compile()
+
+  began = time.perf_counter()
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    compiled = dict(zip(functions, pool.map(compile_one, functions.values())))
+  print(f"# {label}: compiled in {time.perf_counter() - began:.1f} s", flush=True)
+  with _alone():
+    _measure_loads(label, compiled, lhs, rhs, d_out)
+
+
+@contextlib.contextmanager
+def _alone():
+  if _LOCK.value is None:
+    yield
+    return
+  with open(_LOCK.value, "w") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    yield
+
+
+def _measure_loads(label, compiled, lhs, rhs, d_out):
+  num_rows, width_in = lhs.shape
+  num_groups, _, width_out = rhs.shape
+  for load in _LOADS.value:
+    sizes = jnp.asarray(group_sizes(load, num_rows, num_groups))
+    _check_some(compiled["fwd+bwd"], lhs, rhs, sizes, d_out)
+    for name, function in compiled.items():
+      run = lambda function=function: function(lhs, rhs, sizes, d_out)
+      flops = 2.0 * num_rows * width_in * width_out
+      products = {"fwd+bwd": 3, "schedule": 0}.get(name, 1)
+      _report(label, load, name, _time(run, jax.block_until_ready),
+              flops * products)
+
+
+def _inputs(num_rows, width_in, width_out, num_groups):
+  @jax.jit
+  def make():
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (
+        (num_rows, width_in),
+        (num_groups, width_in, width_out),
+        (num_rows, width_out),
+    )
+    return [jax.random.normal(k, s, _BF16) for k, s in zip(keys, shapes)]
+
+  return make()
+
+
+def _check_some(function, lhs, rhs, sizes, d_out):
+  """Compares three groups, the last one included, with fp32 products."""
+  out, d_lhs, d_rhs = function(lhs, rhs, sizes, d_out)
+  ends = np.cumsum(np.asarray(sizes))
+  for group in {0, len(ends) // 2, len(ends) - 1}:
+    rows = slice(int(ends[group] - sizes[group]), int(ends[group]))
+    x, w, d = (
+        a.astype(jnp.float32) for a in (lhs[rows], rhs[group], d_out[rows])
+    )
+    with jax.default_matmul_precision("float32"):
+      expected = x @ w, d @ w.T, x.T @ d
+    actual = out[rows], d_lhs[rows], d_rhs[group]
+    for name, a, b in zip(("out", "d_lhs", "d_rhs"), actual, expected):
+      error = _error(a, b)
+      if not error < 5e-3:
+        print(f"WRONG {name} of group {group}: {error:.3e}")
+
+
+def _error(actual, expected):
+  actual = np.asarray(actual.astype(jnp.float32), np.float64)
+  expected = np.asarray(expected, np.float64)
+  scale = np.sqrt(np.mean(expected**2)) if expected.size else 0.0
+  difference = actual - expected
+  error = np.sqrt(np.mean(difference**2)) if expected.size else 0.0
+  return error / scale if scale else error
+
+
+def _time(run, wait):
+  wait(run())
+  times = []
+  for _ in range(5):
+    began = time.perf_counter()
+    for _ in range(10):
+      result = run()
+    wait(result)
+    times.append((time.perf_counter() - began) / 10 * 1e3)
+  return np.median(times), max(times) - min(times)
+
+
+def _report(label, load, name, times, flops):
+  median, spread = times
+  print(
+      f"{label:32s} {load:8s} {name:14s} {median:8.3f} ms +- {spread:.3f}"
+      f" {flops / median / 1e9:7.1f} TFLOP/s",
+      flush=True,
+  )
+
+
+def measure_torch(label, width_in, width_out, num_groups):
+  """Prints torch._grouped_mm's times for one shape under every load."""
+  import torch  # pylint: disable=g-import-not-at-top
+
+  num_rows = _ROWS.value
+  make = lambda *shape: torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+  lhs = make(num_rows, width_in).requires_grad_()
+  rhs = make(num_groups, width_in, width_out).requires_grad_()
+  d_out = make(num_rows, width_out)
+
+  def both():
+    out = torch._grouped_mm(lhs, rhs, offs=ends)
+    return out, *torch.autograd.grad(out, (lhs, rhs), d_out)
+
+  def forward():
+    with torch.no_grad():
+      return torch._grouped_mm(lhs, rhs, offs=ends)
+
+  with _alone():
+    for load in _LOADS.value:
+      sizes = group_sizes(load, num_rows, num_groups)
+      ends = torch.tensor(np.cumsum(sizes), dtype=torch.int32, device="cuda")
+      wait = lambda _: torch.cuda.synchronize()
+      for name, run, products in (("fwd", forward, 1), ("fwd+bwd", both, 3)):
+        flops = 2.0 * num_rows * width_in * width_out * products
+        _report(label, load, f"torch {name}", _time(run, wait), flops)
+
+
+def check(plan):
+  """Compares small cases with float64, NaN past the groups included."""
+  rng = np.random.default_rng(0)
+  cases = {
+      "empty": ([0, 300, 0, 513, 1, 2, 0, 7], 823, 320, 448),
+      "all to one": ([0, 0, 1000, 0], 1000, 512, 1024),
+      "tail": ([5, 0, 130, 250], 700, 512, 1024),
+      "nothing": ([0, 0, 0], 250, 128, 128),
+      "zipf": (group_sizes("zipf", 3000, 40).tolist(), 3000, 1088, 576),
+      "widths": ([90, 11, 400], 501, 200, 160),
+      "1024 experts": (rng.multinomial(2048, np.ones(1024) / 1024).tolist(),
+                       2048, 128, 256),
+  }
+  for name, (sizes, num_rows, width_in, width_out) in cases.items():
+    total = sum(sizes)
+    x = rng.normal(size=(num_rows, width_in))
+    w = rng.normal(size=(len(sizes), width_in, width_out))
+    d = rng.normal(size=(num_rows, width_out))
+    x[total:], d[total:] = np.nan, np.nan
+    x, w, d = (jnp.asarray(a, _BF16) for a in (x, w, d))
+    actual = jax.jit(_both(plan))(x, w, jnp.asarray(sizes, jnp.int32), d)
+    expected = _oracle(*(np.asarray(a.astype(jnp.float32), np.float64)
+                         for a in (x, w, d)), sizes)
+    errors = [_error(a, b) for a, b in zip(actual, expected)]
+    zeros = [
+        bool((a == 0).all())
+        for a in (
+            actual[0][total:],
+            actual[1][total:],
+            actual[2][np.array(sizes) == 0],
+        )
+    ]
+    good = all(e < 5e-3 for e in errors) and all(zeros)
+    print(f"{'ok   ' if good else 'WRONG'} {name}: relative RMS error"
+          f" {errors[0]:.2e} {errors[1]:.2e} {errors[2]:.2e}; zeros {zeros}",
+          flush=True)
+
+
+def _oracle(lhs, rhs, d_out, sizes):
+  out, d_lhs = np.zeros_like(d_out), np.zeros_like(lhs)
+  d_rhs = np.zeros_like(rhs)
+  start = 0
+  for group, size in enumerate(sizes):
+    rows = slice(start, start + size)
+    out[rows] = lhs[rows] @ rhs[group]
+    d_lhs[rows] = d_out[rows] @ rhs[group].T
+    d_rhs[group] = lhs[rows].T @ d_out[rows]
+    start += size
+  return out, d_lhs, d_rhs
+
+
+if __name__ == "__main__":
+  app.run(main)

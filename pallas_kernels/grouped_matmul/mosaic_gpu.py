@@ -1,0 +1,89 @@
+"""Grouped matrix product on Hopper: what its kernels serve, and gradients.
+
+`mosaic_gpu_rows` makes the product and its gradient by the rows,
+`mosaic_gpu_weights` the gradient by the matrices; `mosaic_gpu_schedule` says
+which tiles there are. README.md has the picture and the numbers, NOTES.md
+what each version cost.
+"""
+
+import functools
+
+import jax
+from jax import numpy as jnp
+
+from pallas_kernels import dispatch
+from pallas_kernels.grouped_matmul import mosaic_gpu_rows as rows_lib
+from pallas_kernels.grouped_matmul import mosaic_gpu_schedule as schedule
+from pallas_kernels.grouped_matmul import mosaic_gpu_weights as weights_lib
+
+Plan = schedule.Plan
+
+
+def grouped_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    plan: Plan = Plan(),
+) -> jax.Array:
+  """`api.grouped_matmul`, its checks done; lhs and rhs in bf16.
+
+  Raises:
+    NotImplementedError: a dtype or device that the kernels do not serve, or
+      nothing to compute.
+  """
+  if lhs.dtype != jnp.bfloat16:
+    raise NotImplementedError(f"lhs is {lhs.dtype}, not bfloat16")
+  if not lhs.size or not rhs.size:
+    raise NotImplementedError(f"no elements: {lhs.shape}, {rhs.shape}")
+  if plan.interpret is None and dispatch.device_platform() != "gpu":
+    raise NotImplementedError(f"the device is {dispatch.device_platform()}")
+  num_rows, columns = lhs.shape[0], rhs.shape[2]
+  # Whole tiles of 8 x 64, and no array smaller than what is fetched at once.
+  padded_rows = max(_up(num_rows, 8), plan.heights[-1], schedule.CHUNK)
+  if plan.interpret is not None:  # it refuses to read past the end
+    padded_rows += max(plan.heights[-1], schedule.CHUNK)
+  inner, outer = (_padded_width(n, plan) for n in rhs.shape[1:])
+  lhs = _pad(lhs, (padded_rows, inner))
+  rhs = _pad(rhs, (rhs.shape[0], inner, outer))
+  out = _product(plan, lhs, rhs, group_sizes)
+  return out[:num_rows, :columns]
+
+
+def _up(n, unit):
+  return -(-n // unit) * unit
+
+
+def _padded_width(width, plan):
+  if plan.interpret is not None:
+    return _up(width, plan.cluster * max(2 * plan.slice, plan.width))
+  return max(_up(width, 64), plan.slice, plan.width)
+
+
+def _pad(x, shape):
+  if x.shape == shape:
+    return x
+  return jnp.pad(x, [(0, n - m) for m, n in zip(x.shape, shape)])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(plan, lhs, rhs, group_sizes):
+  tiles = schedule.row_tiles(group_sizes, lhs.shape[0], plan.heights)
+  return rows_lib.rows_times_matrices(plan, lhs, rhs, tiles, transpose=False)
+
+
+def _forward(plan, lhs, rhs, group_sizes):
+  return _product(plan, lhs, rhs, group_sizes), (lhs, rhs, group_sizes)
+
+
+def _backward(plan, residuals, d_out):
+  lhs, rhs, group_sizes = residuals
+  tiles = schedule.row_tiles(group_sizes, lhs.shape[0], plan.heights)
+  d_lhs = rows_lib.rows_times_matrices(
+      plan, d_out, rhs, tiles, transpose=True
+  )
+  d_rhs = weights_lib.outer_products(plan, lhs, d_out, group_sizes)
+  return d_lhs, d_rhs, None
+
+
+_product.defvjp(_forward, _backward)

@@ -1,0 +1,107 @@
+"""Which rows every tile of a grouped product covers, and tile shapes.
+
+A group's rows are cut into tiles of nearly equal height, in units of 16 rows,
+so less than one unit per group is wasted however many tiles it has. Tiles
+start on a multiple of 8 rows, as the copy engine needs; the few rows of a
+neighbour that a tile reads at its two ends are computed and not written.
+"""
+
+import dataclasses
+
+import jax
+from jax import numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ALIGNMENT = 8  # rows of a shared-memory tile
+UNIT = 16  # rows; two blocks of a cluster fetch half of a unit each
+CHUNK = 64  # contracted per step: a swizzled row of 128 bytes
+
+# Fields of a row tile, after one row that holds their number.
+GROUP, START, BEGIN, END, HEIGHT = range(5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """The static part of the kernels.
+
+  Attributes:
+    heights: rows of a tile of the row products, ascending multiples of 16;
+      each is compiled apart, for wgmma's width is part of the instruction.
+    slice: output columns (rows, in the weights' gradient) of a warpgroup.
+    width: output columns of a block in the weights' gradient.
+    row_stages, weight_stages: depth of the rings in shared memory.
+    cluster: blocks that share what they fetch, 1 or 2.
+    clusters: how many are resident.
+    panel: row tiles that run side by side before the next columns.
+    interpret: the interpreter's parameters, or None on a GPU.
+  """
+
+  heights: tuple[int, ...] = (32, 64, 96, 112, 128, 144, 160, 176, 192)
+  slice: int = 128
+  width: int = 128
+  row_stages: int = 3
+  weight_stages: int = 3
+  cluster: int = 2
+  clusters: int = 66
+  panel: int = 8
+  interpret: plgpu.InterpretGPUParams | None = None
+
+
+def row_tiles(
+    group_sizes: jax.Array, num_rows: int, heights: tuple[int, ...]
+) -> jax.Array:
+  """Cuts the groups, and the rows past them, into tiles.
+
+  Args:
+    group_sizes: [E] int32.
+    num_rows: M, a multiple of 8.
+    heights: rows that a tile can have, ascending.
+
+  Returns:
+    [1 + T, 5] int32: first the number of tiles in use, then for each its
+    group (E for the rows past the groups), its first row, the rows [begin,
+    end) that are its to write, and the index of its height. T bounds the
+    number for any sizes.
+  """
+  num_groups = group_sizes.shape[0]
+  highest = heights[-1] // UNIT
+  starts, ends = bounds(group_sizes, num_rows)
+  starts = jnp.append(starts, ends[-1])
+  ends = jnp.append(ends, num_rows)
+  aligned = starts // ALIGNMENT * ALIGNMENT
+  units = jnp.where(ends > starts, -((aligned - ends) // UNIT), 0)
+  tiles = -(-units // highest)
+  last = _running_sum(tiles)
+  spans = min(num_groups + 1, num_rows)
+  most = (num_rows + (UNIT + ALIGNMENT) * spans) // heights[-1] + spans
+  index = jnp.arange(most, dtype=jnp.int32)
+  group = jnp.sum(last[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
+  group = jnp.minimum(group, num_groups)
+  within = index - (last - tiles)[group]
+  share = jnp.maximum(tiles[group], 1)
+  least, more = units[group] // share, units[group] % share
+  start = aligned[group] + UNIT * (within * least + jnp.minimum(within, more))
+  rows = UNIT * (least + (within < more))
+  begin = jnp.maximum(start, starts[group])
+  end = jnp.minimum(start + rows, ends[group])
+  height = jnp.sum(
+      jnp.array(heights)[None, :] < rows[:, None], axis=1, dtype=jnp.int32
+  )
+  fields = jnp.stack([group, start, begin, end, height], axis=1)
+  header = jnp.full((1, fields.shape[1]), last[-1], jnp.int32)
+  return jnp.concatenate([header, fields])
+
+
+def bounds(
+    group_sizes: jax.Array, num_rows: int
+) -> tuple[jax.Array, jax.Array]:
+  """First row of each group and the row after its last, [E] int32 each."""
+  ends = jnp.minimum(_running_sum(group_sizes), num_rows)
+  return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
+
+
+def _running_sum(x):
+  # One fused kernel; XLA's scan of a short array is several.
+  index = jnp.arange(x.shape[0])
+  kept = jnp.where(index[None, :] <= index[:, None], x[None, :], 0)
+  return jnp.sum(kept, axis=1, dtype=jnp.int32)

@@ -1,0 +1,213 @@
+"""The gradient by the matrices on Hopper: d_rhs[e] = lhs_e^T d_out_e.
+
+One output tile of 256 x 128 per block and item; the contraction runs over the
+group's rows in chunks of 64 that start on a multiple of 8. Rows of a chunk
+that are not the group's are set to zero in shared memory, in both operands, so
+that not even a NaN of a neighbour gets in. Two blocks of a cluster share the
+lhs rows. A group without rows writes zeros.
+"""
+
+import jax
+from jax import lax
+from jax import numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_matmul import mosaic_gpu_lanes as lanes
+from pallas_kernels.grouped_matmul import mosaic_gpu_schedule as schedule
+from pallas_kernels.grouped_matmul.mosaic_gpu_schedule import CHUNK
+
+_COMPUTE_REGISTERS, _FETCH_REGISTERS = 232, 40
+WARPGROUPS = 2  # that compute
+
+
+def outer_products(
+    plan: schedule.Plan,
+    lhs: jax.Array,
+    d_out: jax.Array,
+    group_sizes: jax.Array,
+) -> jax.Array:
+  """Per group, lhs^T @ d_out over its rows.
+
+  Args:
+    plan: the static part.
+    lhs: [M, I] bf16, M a multiple of 8 and no less than a chunk.
+    d_out: [M, N] bf16; I and N multiples of 64 and no less than 128.
+    group_sizes: [E] int32.
+
+  Returns:
+    [E, I, N] bf16.
+  """
+  num_rows, rows_out = lhs.shape
+  columns = d_out.shape[1]
+  num_groups = group_sizes.shape[0]
+  stages, size, width = plan.weight_stages, plan.slice, plan.width
+  block_rows = WARPGROUPS * size
+  row_tiles = -(-rows_out // block_rows)
+  column_tiles = -(-columns // (width * plan.cluster))
+  per_group = row_tiles * column_tiles
+  items = num_groups * per_group
+  limits = jnp.stack(schedule.bounds(group_sizes, num_rows), axis=1)
+
+  def body(lhs_gm, d_out_gm, limits_gm, out_gm, **smem):
+    warpgroup = lax.axis_index("warpgroup")
+    cluster = lax.axis_index("tile")
+    half = lax.axis_index("pair") if plan.cluster > 1 else 0
+    rounds = lax.div(items - cluster + plan.clusters - 1, plan.clusters)
+
+    def place(n):
+      item = n * plan.clusters + cluster
+      owner = lax.div(item, per_group)
+      rest = item - owner * per_group
+      column = lax.div(rest, row_tiles)
+      row = (rest - column * row_tiles) * block_rows
+      begin, end = limits_gm[owner, 0], limits_gm[owner, 1]
+      start = lax.div(begin, schedule.ALIGNMENT) * schedule.ALIGNMENT
+      chunks = jnp.where(
+          end > begin, lax.div(end - start + CHUNK - 1, CHUNK), 0
+      )
+      column = (column * plan.cluster + half) * width
+      return owner, row, column, start, begin, end, chunks
+
+    @pl.when(warpgroup == WARPGROUPS)
+    def _fetch():
+      plgpu.set_max_registers(_FETCH_REGISTERS, action="decrease")
+
+      def fetch_item(n, done):
+        _, row, column, start, _, _, chunks = place(n)
+
+        def one(k, _):
+          slot = lax.rem(done + k, stages)
+          ready = smem["loaded"].at[slot]
+
+          @pl.when(done + k >= stages)
+          def _():
+            plgpu.barrier_wait(smem["consumed"].at[slot])
+
+          here = pl.ds(start + k * CHUNK, CHUNK)
+          for i in range(WARPGROUPS):
+            plgpu.copy_gmem_to_smem(
+                lhs_gm.at[here, pl.ds(row + i * size, size)],
+                smem["lhs_in"].at[slot, i],
+                ready,
+                collective_axes="pair" if plan.cluster > 1 else None,
+            )
+          plgpu.copy_gmem_to_smem(
+              d_out_gm.at[here, pl.ds(column, width)],
+              smem["d_out_in"].at[slot],
+              ready,
+          )
+
+        lax.fori_loop(0, chunks, one, None)
+        return done + chunks
+
+      done = lax.fori_loop(0, rounds, fetch_item, 0)
+      lanes.drain(smem["consumed"], done, stages)
+
+    @pl.when(warpgroup < WARPGROUPS)
+    def _compute():
+      plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+
+      def compute_item(n, done):
+        owner, row, column, start, begin, end, chunks = place(n)
+
+        def product(acc):
+          def one(k, _):
+            slot = lax.rem(done + k, stages)
+            plgpu.barrier_wait(smem["loaded"].at[slot])
+            first = start + k * CHUNK
+
+            @pl.when((first < begin) | (first + CHUNK > end))
+            def _():
+              mask_rows(slot, begin - first, end - first)
+
+            plgpu.wgmma(
+                acc,
+                smem["lhs_in"].at[slot, warpgroup].transpose((1, 0)),
+                smem["d_out_in"].at[slot],
+            )
+            plgpu.wgmma_wait(1)
+
+            @pl.when(k > 0)
+            def _():
+              before = lax.rem(done + k - 1, stages)
+              plgpu.barrier_arrive(smem["consumed"].at[before])
+
+          lax.fori_loop(0, chunks, one, None)
+          return plgpu.wgmma_accumulator_load(acc)
+
+        out = pl.run_scoped(product, plgpu.ACC((size, width)))
+
+        @pl.when(chunks > 0)
+        def _():
+          last = lax.rem(done + chunks - 1, stages)
+          plgpu.barrier_arrive(smem["consumed"].at[last])
+
+        stage = smem["out"].at[warpgroup]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.commit_smem()
+        stage[...] = out.astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        here = pl.ds(row + warpgroup * size, size)
+        plgpu.copy_smem_to_gmem(
+            stage, out_gm.at[owner, here, pl.ds(column, width)]
+        )
+        return done + chunks
+
+      def mask_rows(slot, low, high):
+        """Zeroes rows outside [low, high): own lhs, half of d_out."""
+        mine = smem["lhs_in"].at[slot, warpgroup]
+        for i in range(0, size, 64):
+          _keep(mine.at[:, pl.ds(i, 64)], low, high)
+        shared = smem["d_out_in"].at[slot]
+        for i in range(0, width, 64):
+          pl.when(warpgroup == i // 64 % WARPGROUPS)(
+              lambda i=i: _keep(shared.at[:, pl.ds(i, 64)], low, high)
+          )
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem["masked"])
+        plgpu.barrier_wait(smem["masked"])
+
+      lax.fori_loop(0, rounds, compute_item, 0)
+      plgpu.wait_smem_to_gmem(0)
+
+  consumed = (
+      plgpu.ClusterBarrier(
+          collective_axes=("pair",),
+          num_arrivals=WARPGROUPS,
+          num_barriers=stages,
+      )
+      if plan.cluster > 1
+      else plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages)
+  )
+  dtype, tiled = lhs.dtype, lanes.TILED
+  kernel = plgpu.kernel(
+      body,
+      out_type=jax.ShapeDtypeStruct((num_groups, rows_out, columns), dtype),
+      scratch_types=dict(
+          lhs_in=plgpu.SMEM(
+              (stages, WARPGROUPS, CHUNK, size), dtype, transforms=tiled
+          ),
+          d_out_in=plgpu.SMEM(
+              (stages, CHUNK, width), dtype, transforms=tiled
+          ),
+          out=plgpu.SMEM((WARPGROUPS, size, width), dtype, transforms=tiled),
+          loaded=plgpu.Barrier(
+              num_arrivals=1 + WARPGROUPS, num_barriers=stages
+          ),
+          masked=plgpu.Barrier(num_arrivals=WARPGROUPS),
+          consumed=consumed,
+      ),
+      **lanes.launch(plan, "grouped_matmul_d_rhs", WARPGROUPS + 1),
+  )
+  return kernel(lhs, d_out, limits)
+
+
+def _keep(ref, low, high):
+  """Zeroes the rows of a [64, 64] tile outside [low, high)."""
+  rows = plgpu.broadcasted_iota(
+      jnp.int32, ref.shape, 0, layout=plgpu.Layout.WGMMA
+  )
+  x = plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
+  inside = (rows >= low) & (rows < high)
+  ref[...] = jnp.where(inside, x, jnp.zeros((), x.dtype))

@@ -1,0 +1,151 @@
+"""The Hopper kernels in the interpreter, and the tiles they walk."""
+
+import dataclasses
+import functools
+
+from absl.testing import absltest, parameterized
+import jax
+from jax import numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import numpy as np
+
+from pallas_kernels import grouped_matmul
+from pallas_kernels.grouped_matmul import mosaic_gpu
+from pallas_kernels.grouped_matmul import mosaic_gpu_schedule as schedule
+from tests import testing
+
+# Small tiles, two blocks, rings that wrap: everything that the real plan does.
+_PLAN = mosaic_gpu.Plan(
+    heights=(16, 32),
+    slice=64,
+    width=64,
+    row_stages=2,
+    weight_stages=2,
+    cluster=1,
+    clusters=2,
+    panel=2,
+    interpret=plgpu.InterpretGPUParams(),
+)
+_RACES = dataclasses.replace(
+    _PLAN, interpret=plgpu.InterpretGPUParams(detect_races=True)
+)
+_ROWS, _IN, _OUT = 83, 128, 72
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def _value_and_gradients(lhs, rhs, d_out, group_sizes, plan):
+  product = lambda lhs, rhs: mosaic_gpu.grouped_matmul(
+      lhs, rhs, group_sizes, plan=plan
+  )
+  out, pull = jax.vjp(product, lhs, rhs)
+  return out, *pull(d_out)
+
+
+def _inputs(num_groups):
+  rng = np.random.default_rng(0)
+  shapes = (_ROWS, _IN), (num_groups, _IN, _OUT), (_ROWS, _OUT)
+  return [np.asarray(rng.normal(size=s), jnp.bfloat16) for s in shapes]
+
+
+def _oracle(lhs, rhs, d_out, group_sizes):
+  lhs, rhs, d_out = (np.asarray(x, np.float64) for x in (lhs, rhs, d_out))
+  out, d_lhs, d_rhs = (np.zeros_like(x) for x in (d_out, lhs, rhs))
+  start = 0
+  for group, size in enumerate(group_sizes):
+    rows = slice(start, start + size)
+    out[rows] = lhs[rows] @ rhs[group]
+    d_lhs[rows] = d_out[rows] @ rhs[group].T
+    d_rhs[group] = lhs[rows].T @ d_out[rows]
+    start += size
+  return out, d_lhs, d_rhs
+
+
+class InterpretedTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(
+      ("empty_groups_and_rows_past", [0, 45, 0, 30], True),
+      ("all_rows_in_one", [0, 0, 83, 0], False),
+  )
+  def test_equals_float64_without_races(self, group_sizes, detect_races):
+    plan = _RACES if detect_races else _PLAN
+    lhs, rhs, d_out = _inputs(len(group_sizes))
+    past = sum(group_sizes)
+    lhs[past:], d_out[past:] = np.nan, np.nan
+    actual = self.check(lhs, rhs, d_out, group_sizes, plan)
+    np.testing.assert_array_equal(actual[0][past:], 0)
+    np.testing.assert_array_equal(actual[1][past:], 0)
+    empty = np.array(group_sizes) == 0
+    np.testing.assert_array_equal(actual[2][empty], 0)
+
+  def test_a_nan_stays_in_its_group(self):
+    lhs, rhs, d_out = _inputs(4)
+    lhs[21], d_out[21] = np.nan, np.nan  # the second group's
+    self.check(lhs, rhs, d_out, [20, 3, 17, 43], _PLAN)
+
+  def check(self, lhs, rhs, d_out, group_sizes, plan):
+    """Compares what the oracle says is finite, the groups' rows only."""
+    actual = _value_and_gradients(
+        lhs, rhs, d_out, np.array(group_sizes, np.int32), plan
+    )
+    expected = _oracle(lhs, rhs, d_out, group_sizes)
+    kinds = "bf16", "bf16 gradient", "bf16 gradient"
+    for value, exact, kind in zip(actual, expected, kinds, strict=True):
+      self.assertEqual(value.dtype, jnp.bfloat16)
+      finite = np.isfinite(exact)
+      testing.assert_close(np.asarray(value)[finite], exact[finite], kind)
+    return actual
+
+
+class ScheduleTest(absltest.TestCase):
+
+  def test_every_row_is_written_once_by_its_group(self):
+    heights, num_rows, num_groups = (32, 64, 96), 1000, 12
+    make = jax.jit(schedule.row_tiles, static_argnums=(1, 2))
+    rng = np.random.default_rng(0)
+    for trial in range(200):
+      share = rng.dirichlet(np.full(num_groups, 0.3))
+      total = num_rows if trial % 2 else rng.integers(0, num_rows + 1)
+      sizes = rng.multinomial(total, share).astype(np.int32)
+      count, *tiles = np.asarray(make(sizes, num_rows, heights))
+      self.assertLessEqual(count[0], len(tiles))
+      owner = np.full(num_rows, -1)
+      for group, start, begin, end, height in tiles[: count[0]]:
+        self.assertEqual(start % schedule.ALIGNMENT, 0)
+        self.assertTrue(start <= begin < end <= start + heights[height])
+        np.testing.assert_array_equal(owner[begin:end], -1)
+        owner[begin:end] = group
+      expected = np.full(num_rows, num_groups)
+      expected[: sizes.sum()] = np.repeat(np.arange(num_groups), sizes)
+      np.testing.assert_array_equal(owner, expected)
+
+  def test_uniform_groups_waste_less_than_a_unit_each(self):
+    heights = mosaic_gpu.Plan().heights
+    make = jax.jit(schedule.row_tiles, static_argnums=(1, 2))
+    for rows_per_group in (146, 1170, 2340):
+      sizes = np.full(16, rows_per_group, np.int32)
+      total = int(sizes.sum())
+      count, *tiles = np.asarray(make(sizes, total, heights))
+      computed = sum(heights[t[schedule.HEIGHT]] for t in tiles[: count[0]])
+      waste = schedule.UNIT + schedule.ALIGNMENT
+      self.assertLess(computed, total + waste * len(sizes))
+
+
+class RefusalTest(absltest.TestCase):
+
+  def test_what_it_cannot_serve_is_named(self):
+    lhs, rhs, _ = _inputs(2)
+    sizes = np.array([80, 3], np.int32)
+    with self.assertRaisesRegex(NotImplementedError, "not bfloat16"):
+      mosaic_gpu.grouped_matmul(
+          lhs.astype(np.float32), rhs.astype(np.float32), sizes
+      )
+    with self.assertRaisesRegex(NotImplementedError, "device is cpu"):
+      grouped_matmul.grouped_matmul(
+          lhs, rhs, sizes, implementation="mosaic_gpu"
+      )
+    with self.assertRaisesRegex(NotImplementedError, "no elements"):
+      mosaic_gpu.grouped_matmul(lhs[:0], rhs, sizes, plan=_PLAN)
+
+
+if __name__ == "__main__":
+  absltest.main()
