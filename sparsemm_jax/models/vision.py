@@ -61,10 +61,13 @@ class VisionEncoder(nn.Module):
   def __call__(self, images: Images) -> Float[Array, "b m d"]:
     """[B, P] patches -> [B, P / merge_size^2, D] image tokens."""
     config, vision = self.config, self.config.vision
+    # Attention weighs padding by zero, which a NaN would survive.
+    is_image = images.segment_ids[..., None] != 0
+    patches = jnp.where(is_image, images.patches, 0.0)
     x = linear.Linear(
         config, (vision.patch_dim,), (vision.d_model,),
         ("patch", "vision_embed"), name="patch_embed",
-    )(images.patches)  # fmt: skip
+    )(patches)  # fmt: skip
     x = x + PositionTable(config, name="position_table")(images)
     angles = rope_angles(images.positions, vision.head_dim, vision.rope_theta)
     x = self._blocks(x, angles, images.segment_ids)

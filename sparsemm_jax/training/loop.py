@@ -1,6 +1,7 @@
 """The training loop: stages, checkpoints, metrics, and how a run stops."""
 
 from collections.abc import Mapping
+import json
 from typing import Any
 
 from absl import logging
@@ -37,7 +38,7 @@ def train(
 
   Args:
     config: of the run.
-    workdir: holds checkpoints, metrics and the TensorBoard log.
+    workdir: holds the config, checkpoints, metrics and the TensorBoard log.
 
   Returns:
     The state after the last step.
@@ -49,7 +50,7 @@ def train(
   """
   mesh = mesh_lib.make_mesh(config.mesh)
   mesh_lib.check_rows(mesh, config.train.stages)
-  pipeline.make_tokenizer(config)  # refuses a wrong vocabulary early
+  iterators = _make_iterators(config)
   with (
       jax.set_mesh(mesh),
       nn.logical_axis_rules(rules.LOGICAL_RULES),
@@ -57,6 +58,7 @@ def train(
       checkpoint.stop_on_sigterm() as stop,
   ):
     start = manager.start(*_state_maker(config, mesh))
+    _write_config(config, workdir)
     if start.source is not None:
       logging.info("starting at step %d from %s", start.step, start.source)
     resumed_at = start.step or None
@@ -66,8 +68,28 @@ def train(
             config.train.num_steps, start=start.step
         ) as progress,
     ):
-      run = _Run(config, mesh, manager, writer, progress, stop)
+      run = _Run(config, mesh, iterators, manager, writer, progress, stop)
       return run.through_stages(start.state, start.step)
+
+
+def _make_iterators(config):
+  """Opens the data of all stages: the last stage fails as early as the first."""
+  return [
+      pipeline.make_train_iterator(
+          config,
+          index,
+          process_index=jax.process_index(),
+          process_count=jax.process_count(),
+      )
+      for index in range(len(config.train.stages))
+  ]
+
+
+def _write_config(config, workdir):
+  """Writes <workdir>/config.json."""
+  if jax.process_index() == 0:
+    text = json.dumps(config_lib.to_dict(config), indent=2) + "\n"
+    (epath.Path(workdir) / "config.json").write_text(text)
 
 
 def _state_maker(config, mesh):
@@ -92,14 +114,12 @@ def _state_maker(config, mesh):
 class _Run:
   """What the steps of one process share."""
 
-  def __init__(self, config, mesh, manager, writer, progress, stop):
-    self._config, self._mesh = config, mesh
+  def __init__(self, config, mesh, iterators, manager, writer, progress, stop):
+    self._config, self._mesh, self._iterators = config, mesh, iterators
     self._manager, self._writer = manager, writer
     self._progress, self._stop = progress, stop
     self._throughput = metrics_lib.Throughput()
-    self._update = jax.jit(
-        step_lib.make_update_step(config), donate_argnums=0
-    )
+    self._update = jax.jit(step_lib.make_update_step(config), donate_argnums=0)
     self._evaluate = jax.jit(step_lib.make_eval_step(config))
 
   def through_stages(self, state, step):
@@ -108,12 +128,7 @@ class _Run:
     resumed = step > 0
     while step < total:
       position = curriculum.stage_at(self._config.train, step)
-      iterator = pipeline.make_train_iterator(
-          self._config,
-          position.stage,
-          process_index=jax.process_index(),
-          process_count=jax.process_count(),
-      )
+      iterator = self._iterators[position.stage]
       if resumed:
         self._manager.restore_data(step, iterator)
         resumed = False

@@ -8,28 +8,23 @@ MODALITIES = ("text", "image_text")
 
 
 def next_token_losses(
-    logits: Float[Array, "b t w"],
-    targets: Int[Array, "b t"],
-    *,
-    z_loss_weight: float = 0.0,
-) -> Float[Array, "b t"]:
-  """Cross entropy of each target, in nats, plus the z-loss.
+    logits: Float[Array, "b t w"], targets: Int[Array, "b t"]
+) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
+  """Cross entropy of each target, and the square that the z-loss weighs.
 
-  loss = logsumexp(logits) - logits[target] + z_loss_weight logsumexp(logits)^2
+  nats = logsumexp(logits) - logits[target], square = logsumexp(logits)^2
 
   Args:
     logits: [B, T, vocab], made fp32 here.
     targets: [B, T] token ids.
-    z_loss_weight: keeps the normaliser near one; 0 turns it off.
 
   Returns:
-    [B, T] fp32.
+    nats and square, each [B, T] fp32.
   """
   logits = logits.astype(jnp.float32)
   normaliser = jax.nn.logsumexp(logits, axis=-1)
   target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)
-  losses = normaliser - target_logits[..., 0]
-  return losses + z_loss_weight * normaliser**2
+  return normaliser - target_logits[..., 0], normaliser**2
 
 
 def sums_by_modality(

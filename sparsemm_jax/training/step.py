@@ -153,9 +153,7 @@ def make_eval_step(
     )
     return {
         "by_modality": sums["by_modality"],
-        "counts": router.counts_by_layer(
-            sums["stats"].get("router_stats", {})
-        ),
+        "counts": router.counts_by_layer(sums["stats"].get("router_stats", {})),
         "depth_weights": sums["stats"].get("depth_stats", {}),
     }
 
@@ -171,17 +169,14 @@ def _forward(config, params, router_state, batch, collections=_TRAIN_STATS):
       images=vision.Images.from_batch(batch),
       mutable=list(collections),
   )
-  token_losses = losses.next_token_losses(
-      output.logits,
-      batch["targets"],
-      z_loss_weight=config.train.z_loss_weight,
-  )
+  nats, square = losses.next_token_losses(output.logits, batch["targets"])
   mask = batch["loss_mask"]
+  token_losses = nats + config.train.z_loss_weight * square
   objective = jnp.sum(jnp.where(mask, token_losses, 0.0))
   # An auxiliary loss is a mean: weighted by its share of the step's targets.
   auxiliary = router.auxiliary_loss(stats.get("router_stats", {}))
   objective += auxiliary * jnp.sum(mask)
-  by_modality = losses.sums_by_modality(token_losses, mask, batch["modality"])
+  by_modality = losses.sums_by_modality(nats, mask, batch["modality"])
   return objective, {"by_modality": by_modality, "stats": stats}
 
 
