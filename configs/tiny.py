@@ -34,12 +34,12 @@ def get_config():
           ),
           train=config_lib.TrainConfig(
               stages=(
-                  stage(256, 10, 200),
-                  stage(512, 5, 32),
+                  stage(256, 5, 440),
+                  stage(512, 5, 40),
                   stage(1024, 5, 10),
-                  stage(2048, 5, 5),
+                  stage(2048, 5, 4),
               ),
-              log_every=5,
+              log_every=10,
               checkpoint_every=100,
           ),
       )
