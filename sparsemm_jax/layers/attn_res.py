@@ -54,7 +54,10 @@ class DepthMix(nn.Module):
     )
     eps = self.config.norm_eps
     sources = (*bank,) if prefix is None else (*bank, prefix)
-    mixed = attn_res.attn_res(sources, query, scale, eps=eps)
+    # The first layer has the embedding alone: nothing to weigh.
+    mixed = sources[0]
+    if len(sources) > 1:
+      mixed = attn_res.attn_res(sources, query, scale, eps=eps)
     if first is not None:
       alone = attn_res.attn_res(tuple(bank), query, scale, eps=eps)
       mixed = jnp.where(first, alone, mixed)

@@ -20,8 +20,6 @@ BASE = config_lib.ModelConfig(
     mla_every=2,
     dense_hidden_dim=48,
     attn_res_block_size=2,
-    # Larger than in a real run, so that every part of the model matters.
-    init_std=0.2,
     scan_layers=False,
     kda=config_lib.KdaConfig(
         num_heads=2, num_value_heads=4, head_dim=8, value_head_dim=12,
@@ -48,21 +46,30 @@ def config(**changes: Any) -> config_lib.ModelConfig:
 
 @functools.cache
 def variables(model_config: config_lib.ModelConfig) -> Any:
-  """Unboxed variables; residual queries and biases away from their zero."""
+  """Unboxed variables with every parameter away from its first value."""
   model = models.SparseMultimodalModel(model_config)
   tokens = jnp.zeros((1, 4), jnp.int32)
-  tree = nn.unbox(jax.jit(model.init)(jax.random.key(0), tokens))
+  boxed = jax.eval_shape(model.init, jax.random.key(0), tokens)
+  rng = np.random.default_rng(0)
 
-  def perturb(path, leaf):
-    name = jax.tree_util.keystr(path)
-    key = jax.random.key(len(name))
-    if "pseudo_query" in name:
-      return 0.3 * jax.random.normal(key, leaf.shape)
-    if "bias" in name and "dt_bias" not in name:
-      return 0.05 * jax.random.normal(key, leaf.shape)
-    return leaf
+  def draw(path, leaf):
+    mean, std = _DISTRIBUTIONS[path[-1].key]
+    return jnp.float32(rng.normal(mean, std, leaf.shape))
 
-  return jax.tree_util.tree_map_with_path(perturb, tree)
+  return jax.tree_util.tree_map_with_path(draw, nn.unbox(boxed))
+
+
+# Last name of the parameter -> mean and standard deviation.
+_DISTRIBUTIONS = {
+    "kernel": (0.0, 0.2),
+    "embedding": (0.0, 1.0),
+    "scale": (1.0, 0.1),
+    "a_log": (0.0, 0.1),
+    "dt_bias": (-3.0, 1.0),
+    "pseudo_query": (0.0, 0.3),
+    "key_scale": (1.0, 0.1),
+    "bias": (0.0, 0.05),
+}
 
 
 @functools.cache

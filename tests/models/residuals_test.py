@@ -1,0 +1,66 @@
+"""Attention residuals start as the ordinary residual stream."""
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+
+from sparsemm_jax import models
+from tests import testing
+from tests.models import model_test
+from tests.models import small_model
+
+
+class TwinTest(parameterized.TestCase):
+
+  # The mix is smaller by the number of sources: only eps can tell.
+  CHANGES = {"norm_eps": 1e-12}
+
+  @parameterized.parameters(1, 2)
+  def test_zero_queries_give_the_loss_and_gradients_of_the_twin(self, size):
+    changes = {
+        **self.CHANGES, "num_layers": 3, "mla_every": 1, "num_dense_layers": 3,
+    }  # fmt: skip
+    config = small_model.config(**changes, attn_res_block_size=size)
+    twin = small_model.config(**changes, attn_res_block_size=None)
+    tokens = small_model.tokens(1, 16)
+    params = small_model.variables(twin)["params"]
+    expected = model_test.loss_and_gradients(twin, params, {}, tokens)
+    merged = self._with_zero_queries(
+        small_model.variables(config)["params"], params
+    )
+    actual = model_test.loss_and_gradients(config, merged, {}, tokens)
+    testing.assert_close(actual[0], expected[0], "fp32")
+    model_test.assert_trees_close(actual[1], expected[1], "fp32 gradient")
+    # Training starts from there: the queries do have a gradient.
+    query = actual[1]["decoder"]["output_res"]["pseudo_query"]
+    self.assertGreater(float(jnp.linalg.norm(query)), 0.0)
+
+  def test_zero_queries_give_the_logits_of_the_twin_with_kda_and_experts(self):
+    config = small_model.config(**self.CHANGES)
+    twin = small_model.config(**self.CHANGES, attn_res_block_size=None)
+    tokens = small_model.tokens(1, 16)
+    variables = small_model.variables(twin)
+    expected = small_model.apply(twin, tokens).logits
+    merged = self._with_zero_queries(
+        small_model.variables(config)["params"], variables["params"]
+    )
+    model = models.SparseMultimodalModel(config)
+    actual = jax.jit(model.apply)({**variables, "params": merged}, tokens)
+    testing.assert_close(actual.logits, expected, "fp32")
+
+  def _with_zero_queries(self, own, shared):
+    flat = dict(jax.tree_util.tree_leaves_with_path(shared))
+
+    def pick(path, leaf):
+      if path in flat:
+        return flat[path]
+      self.assertIn("_res']", jax.tree_util.keystr(path))
+      is_query = "pseudo_query" in jax.tree_util.keystr(path)
+      return jnp.zeros_like(leaf) if is_query else leaf
+
+    return jax.tree_util.tree_map_with_path(pick, own)
+
+
+if __name__ == "__main__":
+  absltest.main()
