@@ -92,9 +92,7 @@ def gradient(plan: Plan, q, k, z, beta, slope, bias, runs, flags, saved):
   scratch = dict(
       q_tile=bf16(CHUNK, width),
       k_tile=bf16(CHUNK, width),
-      z_tile=smem((CHUNK, width), z.dtype),
       k_minus=bf16(CHUNK, width),
-      cross=bf16(3 * HALF, width),
       union=plgpu.RefUnion(
           [
               bf16(values, width),
@@ -118,6 +116,11 @@ def gradient(plan: Plan, q, k, z, beta, slope, bias, runs, flags, saved):
       pair_barrier=plgpu.Barrier(num_arrivals=2),
       barrier=plgpu.Barrier(num_arrivals=3),
   )
+  z_tile, cross = smem((CHUNK, width), z.dtype), bf16(3 * HALF, width)
+  if z.dtype == jnp.float32:  # too large to stay: fetched again at the end
+    scratch["z_or_cross"] = plgpu.RefUnion(z_tile, cross)
+  else:
+    scratch |= dict(z_tile=z_tile, cross=cross)
   operands = [q, k, z, beta, slope, bias, *saved]
   if plan.masked:
     scratch["masks"] = smem((2, CHUNK), jnp.int32)
@@ -151,17 +154,23 @@ def _body(plan, heads_per_query, q_gm, k_gm, z_gm, beta_gm, slope_gm, bias_gm,
   head, chunk, b = (lax.axis_index(n) for n in ("head", "chunk", "batch"))
   (s["state"], s["ds"], s["v_new"], s["dr"], s["do"]), staging = s.pop("union")
   s["staging"] = staging[0] if isinstance(staging, (tuple, list)) else staging
+  again = "z_or_cross" in s
+  if again:
+    s["z_tile"], s["cross"] = prep_lib.members(s.pop("z_or_cross"))
   rows = pl.ds(chunk * CHUNK, CHUNK)
   at = (b, head, chunk)
+  copy = plgpu.copy_gmem_to_smem
   interpret = plan.interpret is not None
   width = q_gm.shape[-1]
 
-  @pl.when(role == 0)
-  def _load():
-    copy = plgpu.copy_gmem_to_smem
-    source = lax.div(head, heads_per_query)
+  def load_z():
     copy(z_gm.at[b, rows, head], s["z_tile"], s["z_ready"])
     copy(bias_gm.at[head], s["channels"].at[_BIAS], s["z_ready"])
+
+  @pl.when(role == 0)
+  def _load():
+    source = lax.div(head, heads_per_query)
+    load_z()
     copy(k_gm.at[b, rows, source], s["k_tile"], s["qk_ready"])
     copy(q_gm.at[b, rows, source], s["q_tile"], s["qk_ready"])
     for j, gm in enumerate(masked_inputs):
@@ -209,6 +218,8 @@ def _body(plan, heads_per_query, q_gm, k_gm, z_gm, beta_gm, slope_gm, bias_gm,
     def _(side=side, branch=branch):
       tile = branch(plan, s)
       sync("barrier")  # Everyone is done with what the staging overwrites.
+      if again and side == 0:
+        load_z()
       columns = pl.ds(0, width)
       s["staging"].at[side, :, columns][...] = tile
       sync("barrier")
@@ -216,6 +227,8 @@ def _body(plan, heads_per_query, q_gm, k_gm, z_gm, beta_gm, slope_gm, bias_gm,
   @pl.when(role < 2)
   def _():
     lanes = lanes_lib.Lanes.create(width, role, interpret)
+    if again:
+      plgpu.barrier_wait(s["z_ready"])
     _finish(plan, lanes, slope, s)
     sync("pair_barrier")
 

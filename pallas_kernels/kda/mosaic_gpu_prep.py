@@ -189,8 +189,8 @@ def _prep_body(plan, walk, q_gm, k_gm, z_gm, beta_gm, slope_gm, bias_gm, *rest,
   nkgam_gm, qg_gm, kg_gm, aqk_gm, mb_gm, gam_gm = outputs
   warpgroup = lax.axis_index("warpgroup")
   pair, role = lax.div(warpgroup, 2), lax.rem(warpgroup, 2)
-  members = [_members(scratch.pop(u)) for u in ("z_union", "cross_union")]
-  (z_ref, late_ref), (cross_ref, blocks_ref) = members
+  z_ref, late_ref = members(scratch.pop("z_union"))
+  cross_ref, blocks_ref = members(scratch.pop("cross_union"))
   refs = scratch | dict(
       z_tile=z_ref.at[:, 0],
       k_minus=late_ref.at[:, 0],
@@ -326,7 +326,7 @@ def _prep_body(plan, walk, q_gm, k_gm, z_gm, beta_gm, slope_gm, bias_gm, *rest,
   plgpu.wait_smem_to_gmem(0)
 
 
-def _members(union):
+def members(union):
   """The two members of a RefUnion scratch."""
   return [m[0] if isinstance(m, (tuple, list)) else m for m in union]
 

@@ -43,6 +43,22 @@ class KdaResourcesTest(absltest.TestCase):
     # jax-linear-attention 0.1.0 takes 3.54 GiB here.
     self.assertLess(temporary, 2.0 * _GIB)
 
+  def test_a_given_fp32_decay_fits_shared_memory_backward_too(self):
+    shape = (1, 1024, 96, 128)
+    struct = jax.ShapeDtypeStruct
+
+    def forward_and_backward(q, k, v, g, beta):
+      run = lambda *x: api.chunk_kda(*x, implementation="mosaic_gpu")[0]
+      out, vjp = jax.vjp(run, q, k, v, g, beta)
+      return out, vjp(out)
+
+    bf16, fp32 = struct(shape, jnp.bfloat16), struct(shape, jnp.float32)
+    _, kernels = aot.kernel_resources(
+        forward_and_backward, bf16, bf16, bf16, fp32,
+        struct(shape[:3], jnp.float32),
+    )
+    self.check(kernels, _BACKWARD)
+
   def test_segments_few_heads_and_narrow_values_stay_within_budget(self):
     shape = (1, 1024, 4, 64)
     struct = jax.ShapeDtypeStruct
