@@ -4,9 +4,11 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
+from jaxtyping import Float
 
 from pallas_kernels import dispatch
+from pallas_kernels.attn_res import mosaic_gpu
 from pallas_kernels.attn_res import reference
 
 
@@ -30,8 +32,9 @@ def attn_res(
     pseudo_query: [D] a parameter, the same for every token.
     key_scale: [D] the key norm's gain.
     eps: added to the mean square under the root.
-    implementation: "reference", a sequence of names tried in order, or None
-      for the best on this device.
+    implementation: "reference", "mosaic_gpu" (bf16 or fp32, S <= 32,
+      D <= 8192), a sequence of names tried in order, or None for the best on
+      this device.
 
   Returns:
     [..., D] in the sources' dtype; computed in fp32 and cast once.
@@ -48,6 +51,8 @@ def attn_res(
   query = _query(pseudo_query, key_scale)
   candidates = {
       "reference": lambda: reference.mix(eps, sources, query),
+      # After it, so by name only, until it has been timed on an H200.
+      "mosaic_gpu": lambda: mosaic_gpu.mix(eps, sources, query),
   }
   return dispatch.run("attn_res", candidates, implementation)
 

@@ -1,0 +1,604 @@
+"""Attention residuals on Hopper: every source crosses the memory bus once.
+
+Blocks stay for the whole call and walk over tokens. Rows of D elements come
+one after another, by the bulk copy engine, into a ring in shared memory, up to
+the ring's length ahead of their use; `split` warpgroups share a row's columns
+and `groups` tokens of a block are under way at once.
+
+  forward    an online softmax over depth, in registers:
+             m' = max(m, s_i);  h <- e^(m - m') h + e^(s_i - m') v_i
+  backward   sweep 1: G . v_i of all sources; then ds_i, the few scalars;
+             sweep 2: dv_i, written over v_i in the ring and copied out from
+             there. Where S rows do not fit the ring they are read twice, the
+             second time mostly from the L2 cache.
+
+Kept for the backward pass: the sources and, per token, [2, 32] fp32: s_i and
+r_i, in the letters of `reference`. The query's gradient is summed in registers
+over a block's tokens, then over blocks by XLA, always in the same order.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+from jax import lax
+from jax import numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+from jaxtyping import Float
+
+MAX_SOURCES = 32  # a lane of a warp each
+MAX_WIDTH = 8192  # registers: 64 columns a thread at most, in four arrays
+_WARPS, _LANES = 4, 32
+_MULTIPROCESSORS = 132
+_SHARED_BYTES = 227 * 1024
+_GROUPS_FORWARD, _GROUPS_BACKWARD = 4, 2
+_SPLIT_ABOVE = 4096  # columns; more than 32 a thread would spill
+
+
+def mix(
+    eps: float,
+    sources: tuple[Float[Array, "... D"], ...] | Float[Array, "S ... D"],
+    query: Float[Array, " D"],
+    *,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> Float[Array, "... D"]:
+  """`reference.mix` on Hopper, with its gradients.
+
+  Widths that are no multiple of 128 (256 above 4096) are padded first, at the
+  cost of a copy.
+
+  Raises:
+    NotImplementedError: a dtype, width or number of sources that the kernels
+      do not serve.
+  """
+  first = sources[0]
+  width = first.shape[-1]
+  if first.dtype not in (jnp.bfloat16, jnp.float32):
+    raise NotImplementedError(f"sources are {first.dtype}, not bf16 or fp32")
+  if len(sources) > MAX_SOURCES:
+    raise NotImplementedError(f"{len(sources)} sources, above {MAX_SOURCES}")
+  if width > MAX_WIDTH:
+    raise NotImplementedError(f"width {width} is above {MAX_WIDTH}")
+  if not first.size:
+    raise NotImplementedError("no tokens")
+  stacked = not isinstance(sources, tuple)
+  padding = -width % _unit(width)
+
+  def rows(x):
+    x = x.reshape(*x.shape[: int(stacked)], -1, width)
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, padding),))
+
+  call = _Call(
+      num_sources=len(sources),
+      stacked=stacked,
+      tokens=math.prod(first.shape[:-1]),
+      width=width,
+      padded=width + padding,
+      dtype=jnp.dtype(first.dtype),
+      eps=float(eps),
+      interpret=interpret,
+  )
+  operands = (rows(sources),) if stacked else tuple(map(rows, sources))
+  mixed = _mix(call, operands, jnp.pad(query, (0, padding)))
+  return mixed[:, :width].reshape(first.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+  """What is static in one call.
+
+  Attributes:
+    num_sources: S.
+    stacked: whether the sources are one array.
+    tokens: rows of each source.
+    width: D as the caller knows it.
+    padded: D in memory, a multiple of 128.
+    dtype: of sources and output.
+    eps: added to the mean square.
+    interpret: parameters of the CPU interpreter, or None.
+  """
+
+  num_sources: int
+  stacked: bool
+  tokens: int
+  width: int
+  padded: int
+  dtype: jnp.dtype
+  eps: float
+  interpret: plgpu.InterpretGPUParams | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+  """How one kernel divides the work.
+
+  Attributes:
+    call: the static part.
+    groups: tokens under way in a block.
+    split: warpgroups that share a token, each with its columns.
+    slots: rows in the ring of a token group.
+    items: rows fetched per token.
+  """
+
+  call: _Call
+  groups: int
+  split: int
+  slots: int
+  items: int
+
+  @property
+  def threads(self) -> int:
+    return self.groups * self.split
+
+  @property
+  def blocks(self) -> int:
+    most = 1 if self.call.interpret is not None else _MULTIPROCESSORS
+    return min(most, -(-self.call.tokens // self.groups))
+
+  @property
+  def columns(self) -> int:
+    """Columns of one warp."""
+    return self.call.padded // (self.split * _WARPS)
+
+  @property
+  def vector(self) -> int:
+    """Elements that a thread reads at once, 16 bytes where it can."""
+    return math.gcd(self.columns // _LANES, 16 // self.call.dtype.itemsize)
+
+  @property
+  def row(self) -> tuple[int, int]:
+    """A warpgroup's part of a row: a line of columns for each warp."""
+    return _WARPS, self.columns
+
+  @property
+  def layout(self):
+    vector = self.vector
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((_WARPS, _LANES * vector), (vector,))),
+        warp_dims=(-3,),
+        lane_dims=(-2,),
+        vector_dim=-1,
+    )
+
+  @property
+  def by_source(self):
+    """[32 sources, warps of a token]: a lane per source, in every warp."""
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((_LANES, _WARPS * self.split),)),
+        warp_dims=(plgpu.Replicated(_WARPS),),
+        lane_dims=(-2,),
+        vector_dim=-1,
+    )
+
+
+def _split(width: int) -> int:
+  """Warpgroups per token."""
+  return 1 if width <= _SPLIT_ABOVE else 2
+
+
+def _unit(width: int) -> int:
+  """What a padded width is a multiple of: a column for each thread."""
+  return _WARPS * _LANES * _split(width)
+
+
+def _plan_forward(call: _Call) -> _Plan:
+  row_bytes = call.padded * call.dtype.itemsize
+  split = _split(call.padded)
+  groups = _GROUPS_FORWARD // split
+  if call.interpret is not None:  # threads are slow there
+    groups = min(groups, 2)
+  left = _SHARED_BYTES // groups - 4096 // groups
+  slots = min(left // row_bytes - 1, 2 * call.num_sources + 2)
+  if call.interpret is not None:
+    slots = min(slots, 3)
+  return _Plan(call, groups, split, slots, call.num_sources)
+
+
+def _plan_backward(call: _Call) -> _Plan:
+  row_bytes = call.padded * call.dtype.itemsize
+  split = _split(call.padded)
+  groups = _GROUPS_BACKWARD // split
+  items = call.num_sources + 1
+  left = _SHARED_BYTES - 16 * 1024
+  if left // groups // row_bytes < items + 2:
+    groups = 1
+  slots = left // groups // row_bytes
+  if slots < items + 1:
+    items += call.num_sources
+  slots = min(slots, 3 * items)
+  if call.interpret is not None:
+    slots = min(slots, items + 1)
+  return _Plan(call, groups, split, slots, items)
+
+
+class _Ring:
+  """Rows of a token group on their way through shared memory.
+
+  Row q of the group is row q % items of its token q / items; slot q % slots.
+  """
+
+  def __init__(self, plan, copies, ring, loaded):
+    self.plan, self.copies = plan, copies
+    self.ring, self.loaded = ring, loaded
+    thread = lax.axis_index("warpgroup")
+    self.group, self.part = thread // plan.split, lax.rem(thread, plan.split)
+    self.thread = thread
+    self.first = lax.axis_index("block") * plan.groups + self.group
+    self.stride = plan.blocks * plan.groups
+
+  @property
+  def count(self):
+    """Tokens of this group."""
+    tokens = self.plan.call.tokens
+    return (tokens - self.first + self.stride - 1) // self.stride
+
+  def token(self, k):
+    return self.first + k * self.stride
+
+  def slot(self, q):
+    return self.ring.at[self.thread, lax.rem(q, self.plan.slots)]
+
+  def barrier(self, q):
+    at = self.thread * self.plan.slots + lax.rem(q, self.plan.slots)
+    return self.loaded.at[at]
+
+  def fetch(self, q):
+    """Starts the copy of row q into its slot, if there is such a row."""
+    k = lax.div(q, self.plan.items)
+    token = self.token(k)
+
+    @pl.when(token < self.plan.call.tokens)
+    def _():
+      self.copies(
+          lax.rem(q, self.plan.items),
+          k,
+          token,
+          self.part,
+          self.slot(q),
+          self.barrier(q),
+      )
+
+  def start(self):
+    @pl.loop(0, self.plan.slots)
+    def _(q):
+      self.fetch(q)
+
+  def load(self, q):
+    plgpu.barrier_wait(self.barrier(q))
+    return plgpu.load(self.slot(q), layout=self.plan.layout, optimized=False)
+
+
+def _copy_in(source, target, barrier):
+  plgpu.copy_gmem_to_smem(
+      source,
+      target,
+      barrier,
+      oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # plain bytes, no tiles
+  )
+
+
+def _for_source(call, refs, i, action):
+  """action(the ref of source i), i traced."""
+  if call.stacked:
+    action(refs[0].at[i])
+  else:
+    lax.switch(i, [functools.partial(action, ref) for ref in refs])
+
+
+def _zeros(plan):
+  return plgpu.layout_cast(jnp.zeros(plan.row, jnp.float32), plan.layout)
+
+
+def _meet(plan, meeting, group):
+  """All warps of a token have written before any of them reads."""
+  plgpu.commit_smem()
+  if plan.split > 1:
+    plgpu.barrier_arrive(meeting.at[group])
+    plgpu.barrier_wait(meeting.at[group])
+
+
+def _add_up(ref, split):
+  """Sum of the [split, 4] partial sums of a token's warps, one order."""
+  parts = [ref[w, i] for w in range(split) for i in range(_WARPS)]
+  return functools.reduce(jnp.add, parts)
+
+
+def _launch(plan, body, out_type, scratch, name, operands):
+  scratch = dict(
+      scratch,
+      ring=plgpu.SMEM((plan.threads, plan.slots, *plan.row), plan.call.dtype),
+      loaded=plgpu.Barrier(
+          num_arrivals=1, num_barriers=plan.threads * plan.slots
+      ),
+  )
+  if plan.split > 1:
+    scratch["meeting"] = plgpu.Barrier(
+        num_arrivals=plan.split, num_barriers=plan.groups
+    )
+  kernel = plgpu.kernel(
+      body,
+      out_type=out_type,
+      scratch_types=scratch,
+      grid=(plan.blocks,),
+      grid_names=("block",),
+      num_threads=plan.threads,
+      thread_name="warpgroup",
+      kernel_name=name,
+      compiler_params=plgpu.CompilerParams(
+          approx_math=True,
+          unsafe_no_auto_barriers=True,
+          lowering_semantics=plgpu.LoweringSemantics.Lane,
+      ),
+      interpret=plan.call.interpret,
+  )
+  return kernel(*operands)
+
+
+def _parts(plan, x):
+  """[..., D] with the columns of warpgroups and warps apart."""
+  return x.reshape(*x.shape[:-1], plan.split, *plan.row)
+
+
+def _whole(plan, x):
+  return x.reshape(*x.shape[:-3], plan.call.padded)
+
+
+def _run_forward(call, sources, query):
+  """Returns h [N, D] and s_i and r_i, the scalars [N, 2, 32]."""
+  plan = _plan_forward(call)
+  num_refs = len(sources)
+
+  def body(*refs, ring, loaded, staged, kept, sums, meeting=None):
+    sources, (query, out, scalars) = refs[:num_refs], refs[num_refs:]
+
+    def copies(i, k, token, part, target, barrier):
+      del k
+      _for_source(
+          call,
+          sources,
+          i,
+          lambda ref: _copy_in(ref.at[token, part], target, barrier),
+      )
+
+    rows = _Ring(plan, copies, ring, loaded)
+    rows.start()
+    group, part = rows.group, rows.part
+    u = plgpu.load(query.at[part], layout=plan.layout, optimized=False)
+    staged, kept, sums = staged.at[rows.thread], kept.at[group], sums.at[group]
+
+    @pl.loop(0, rows.count)
+    def _(k):
+      kept_here = kept.at[lax.rem(k, 2)]
+
+      def one(i, carry):
+        top, total, mixed = carry
+        q = k * plan.items + i
+        v = rows.load(q).astype(jnp.float32)
+        here = sums.at[lax.rem(q, 2)]
+        here.at[0, part][...] = jnp.sum(v * u, axis=1)
+        here.at[1, part][...] = jnp.sum(v * v, axis=1)
+        _meet(plan, meeting, group)
+        rows.fetch(q + plan.slots)
+        square = _add_up(here.at[1], plan.split) / call.width
+        inverse_rms = lax.rsqrt(square + call.eps)
+        logit = _add_up(here.at[0], plan.split) * inverse_rms
+
+        @pl.when(part == 0)
+        def _():
+          kept_here[0, i] = logit
+          kept_here[1, i] = inverse_rms
+
+        new_top = jnp.maximum(top, logit)
+        fade, weight = jnp.exp(top - new_top), jnp.exp(logit - new_top)
+        return new_top, total * fade + weight, mixed * fade + v * weight
+
+      start = jnp.float32(-jnp.inf), jnp.float32(0.0), _zeros(plan)
+      _, total, mixed = lax.fori_loop(0, call.num_sources, one, start)
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      plgpu.commit_smem()  # the wait was one thread's
+      staged[...] = (mixed * (1.0 / total)).astype(call.dtype)
+      plgpu.commit_smem()
+      token = rows.token(k)
+      plgpu.copy_smem_to_gmem(staged, out.at[token, part], commit_group=False)
+
+      @pl.when(part == 0)
+      def _():
+        plgpu.copy_smem_to_gmem(
+            kept_here, scalars.at[token], commit_group=False
+        )
+
+      plgpu.commit_smem_to_gmem_group()
+
+    plgpu.wait_smem_to_gmem(0)
+
+  scratch = dict(
+      staged=plgpu.SMEM((plan.threads, *plan.row), call.dtype),
+      kept=plgpu.SMEM((plan.groups, 2, 2, MAX_SOURCES), jnp.float32),
+      sums=plgpu.SMEM((plan.groups, 2, 2, plan.split, _WARPS), jnp.float32),
+  )
+  tokens = call.tokens
+  out_type = [
+      jax.ShapeDtypeStruct((tokens, plan.split, *plan.row), call.dtype),
+      jax.ShapeDtypeStruct((tokens, 2, MAX_SOURCES), jnp.float32),
+  ]
+  parts = functools.partial(_parts, plan)
+  mixed, scalars = _launch(
+      plan,
+      body,
+      out_type,
+      scratch,
+      "attn_res_forward",
+      (*map(parts, sources), parts(query)),
+  )
+  return _whole(plan, mixed), scalars
+
+
+def _run_backward(call, sources, query, scalars, d_mixed):
+  """Returns dv_i, like the sources, and du [D] fp32."""
+  plan = _plan_backward(call)
+  num_refs, num_sources = len(sources), call.num_sources
+  twice = plan.items > num_sources + 1
+  ahead = plan.slots // plan.items + 2  # tokens whose scalars are on the way
+
+  def body(*refs, ring, loaded, kept, kept_loaded, sums, shares, meeting=None):
+    sources, refs = refs[:num_refs], refs[num_refs:]
+    query, scalars, d_mixed, *d_sources, d_query = refs
+
+    def copies(item, k, token, part, target, barrier):
+      @pl.when(item == 0)
+      def _():
+        _copy_in(d_mixed.at[token, part], target, barrier)
+        kept_here, kept_ready = scalars_of(k)
+        _copy_in(scalars.at[token], kept_here, kept_ready)
+
+      @pl.when(item > 0)
+      def _():
+        _for_source(
+            call,
+            sources,
+            lax.rem(item - 1, num_sources),
+            lambda ref: _copy_in(ref.at[token, part], target, barrier),
+        )
+
+    thread = lax.axis_index("warpgroup")
+
+    def scalars_of(k):
+      at = lax.rem(k, ahead)
+      return kept.at[thread, at], kept_loaded.at[thread * ahead + at]
+
+    rows = _Ring(plan, copies, ring, loaded)
+    rows.start()
+    group, part = rows.group, rows.part
+    shares, sums = shares.at[thread], sums.at[group]
+    u = plgpu.load(query.at[part], layout=plan.layout, optimized=False)
+
+    def one(k, d_query):
+      first = k * plan.items
+      second = first + 1 + (num_sources if twice else 0)
+      here = sums.at[lax.rem(k, 2)]
+      cotangent = rows.load(first)
+      # The last row of the token before is free once it has been copied out.
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      plgpu.commit_smem()
+
+      @pl.when(k > 0)
+      def _():
+        rows.fetch(first - 1 + plan.slots)
+
+      rows.fetch(first + plan.slots)
+
+      @pl.loop(0, num_sources)
+      def _(i):
+        v = rows.load(first + 1 + i).astype(jnp.float32)
+        along = jnp.sum(v * cotangent.astype(jnp.float32), axis=1)
+        here.at[i, pl.ds(part * _WARPS, _WARPS)][...] = along
+        if twice:
+          plgpu.commit_smem()
+          rows.fetch(first + 1 + i + plan.slots)
+
+      _meet(plan, meeting, group)
+      kept_here, kept_ready = scalars_of(k)
+      plgpu.barrier_wait(kept_ready)
+      _depth_gradient(plan, here, kept_here, shares)
+      plgpu.commit_smem()
+
+      def give(i, d_query):
+        q = second + i
+        if twice:
+          plgpu.barrier_wait(rows.barrier(q))
+        slot = rows.slot(q)
+        v = plgpu.load(slot, layout=plan.layout, optimized=False)
+        v = v.astype(jnp.float32)
+        weight, scaled, back = (shares[j, i] for j in range(3))
+        d_source = cotangent.astype(jnp.float32) * weight + u * scaled
+        slot[...] = (d_source - v * back).astype(call.dtype)
+        plgpu.commit_smem()
+        token = rows.token(k)
+        _for_source(
+            call,
+            d_sources,
+            i,
+            lambda ref: plgpu.copy_smem_to_gmem(slot, ref.at[token, part]),
+        )
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+
+        @pl.when(i > 0)
+        def _():
+          rows.fetch(q - 1 + plan.slots)
+
+        return d_query + v * scaled
+
+      return lax.fori_loop(0, num_sources, give, d_query)
+
+    total = lax.fori_loop(0, rows.count, one, _zeros(plan))
+    d_query.at[rows.first, part][...] = total
+    plgpu.wait_smem_to_gmem(0)
+
+  warps = _WARPS * plan.split
+  scratch = dict(
+      kept=plgpu.SMEM((plan.threads, ahead, 2, MAX_SOURCES), jnp.float32),
+      kept_loaded=plgpu.Barrier(
+          num_arrivals=1, num_barriers=plan.threads * ahead
+      ),
+      sums=plgpu.SMEM((plan.groups, 2, MAX_SOURCES, warps), jnp.float32),
+      shares=plgpu.SMEM((plan.threads, 3, MAX_SOURCES), jnp.float32),
+  )
+  parts = functools.partial(_parts, plan)
+  sources = tuple(map(parts, sources))
+  out_type = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in sources]
+  out_type.append(
+      jax.ShapeDtypeStruct(
+          (plan.blocks * plan.groups, plan.split, *plan.row), jnp.float32
+      )
+  )
+  *d_sources, d_query = _launch(
+      plan,
+      body,
+      out_type,
+      scratch,
+      "attn_res_backward",
+      (*sources, parts(query), scalars, parts(d_mixed)),
+  )
+  whole = functools.partial(_whole, plan)
+  return tuple(map(whole, d_sources)), jnp.sum(whole(d_query), axis=0)
+
+
+def _depth_gradient(plan, along, kept, shares):
+  """Writes [p_i, ds_i r_i, ds_i s_i r_i^2 / D], a lane per source."""
+  by_source = plan.by_source
+  scalar = by_source.reduce((1,))
+  along = plgpu.load(along, layout=by_source, optimized=False)
+  along = jnp.sum(along, axis=1)
+  logit = plgpu.load(kept.at[0], layout=scalar, optimized=False)
+  inverse_rms = plgpu.load(kept.at[1], layout=scalar, optimized=False)
+  index = plgpu.broadcasted_iota(jnp.int32, (MAX_SOURCES,), 0, layout=scalar)
+  real = index < plan.call.num_sources
+  logit = jnp.where(real, logit, -jnp.inf)
+  weight = jnp.exp(logit - jnp.max(logit, axis=0))
+  weight = weight / jnp.sum(weight, axis=0)
+  mean = jnp.sum(jnp.where(real, weight * along, 0.0), axis=0)
+  scaled = weight * (along - mean) * inverse_rms
+  shares.at[0][...] = weight
+  shares.at[1][...] = scaled
+  shares.at[2][...] = scaled * logit * inverse_rms * (1.0 / plan.call.width)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mix(call, sources, query):
+  return _run_forward(call, sources, query)[0]
+
+
+def _mix_forward(call, sources, query):
+  mixed, scalars = _run_forward(call, sources, query)
+  return mixed, (sources, query, scalars)
+
+
+def _mix_backward(call, residuals, d_mixed):
+  sources, query, scalars = residuals
+  return _run_backward(call, sources, query, scalars, d_mixed)
+
+
+_mix.defvjp(_mix_forward, _mix_backward)

@@ -1,0 +1,102 @@
+"""The Hopper attention-residual kernels in the CPU interpreter."""
+
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+from jax import numpy as jnp
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import numpy as np
+
+from pallas_kernels import attn_res
+from pallas_kernels.attn_res import mosaic_gpu
+from pallas_kernels.attn_res import reference
+from tests import testing
+
+_EPS = 1e-6
+_INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+
+
+def _inputs(num_sources, tokens, width, dtype):
+  keys = jax.random.split(jax.random.key(num_sources), 3)
+  sources = 3.0 * jax.random.normal(keys[0], (num_sources, tokens, width))
+  query = jax.random.normal(keys[1], (width,)) / np.sqrt(width)
+  cotangent = jax.random.normal(keys[2], (tokens, width))
+  return sources.astype(dtype), query, cotangent.astype(dtype)
+
+
+def _reference_with_gradients(sources, query, cotangent):
+  out, pull = jax.vjp(lambda *x: reference.mix(_EPS, *x), sources, query)
+  return out, *pull(cotangent)
+
+
+class MosaicGpuTest(parameterized.TestCase):
+
+  def run_without_races(self, sources, query, cotangent):
+    out, pull = jax.vjp(
+        lambda *x: mosaic_gpu.mix(_EPS, *x, interpret=_INTERPRET),
+        sources,
+        query,
+    )
+    out.block_until_ready()  # the interpreter remembers its last kernel only
+    self.assertFalse(gpu_callbacks.get_races().races_found)
+    d_sources, d_query = jax.block_until_ready(pull(cotangent))
+    self.assertFalse(gpu_callbacks.get_races().races_found)
+    return out, jnp.stack(tuple(d_sources)), d_query
+
+  def check(self, num_sources, tokens, width, dtype, stacked=False):
+    sources, query, cotangent = _inputs(num_sources, tokens, width, dtype)
+    given = sources if stacked else tuple(sources)
+    actual = self.run_without_races(given, query, cotangent)
+    wide = (sources.astype(jnp.float32), query, cotangent.astype(jnp.float32))
+    expected = _reference_with_gradients(*wide)
+    kind = "fp32" if dtype == jnp.float32 else "bf16"
+    self.assertEqual(actual[0].dtype, dtype)
+    self.assertEqual(actual[1].dtype, dtype)
+    testing.assert_close(actual[0], expected[0], kind, "mix")
+    testing.assert_close(
+        actual[1], expected[1], f"{kind} gradient", "d_sources"
+    )
+    testing.assert_close(actual[2], expected[2], f"{kind} gradient", "d_query")
+
+  # A width that must be padded; a ring shorter than what passes through it.
+  def test_equals_the_reference_without_races(self):
+    self.check(3, 5, 200, jnp.float32)
+
+  def test_one_array_of_bf16_sources_equals_the_reference(self):
+    self.check(2, 3, 256, jnp.bfloat16, stacked=True)
+
+  def test_two_warpgroups_on_a_token_equal_the_reference(self):
+    with mock.patch.object(mosaic_gpu, "_SPLIT_ABOVE", 256):
+      self.check(2, 3, 512, jnp.float32)
+
+  def test_sources_that_do_not_fit_the_ring_are_read_twice(self):
+    rows = 4 * 128 * 4
+    with mock.patch.object(mosaic_gpu, "_SHARED_BYTES", 16 * 1024 + 2 * rows):
+      self.check(5, 3, 128, jnp.float32)
+
+  def test_one_source_is_returned_and_gives_the_query_nothing(self):
+    sources, query, cotangent = _inputs(1, 2, 128, jnp.float32)
+    out, d_sources, d_query = self.run_without_races(
+        tuple(sources), query, cotangent
+    )
+    testing.assert_same(out, sources[0])
+    testing.assert_same(d_sources[0], cotangent)
+    testing.assert_same(d_query, np.zeros(128, np.float32))
+
+  @parameterized.parameters(
+      (33, 128, jnp.float32, "33 sources"),
+      (2, 8320, jnp.bfloat16, "width 8320"),
+      (2, 128, jnp.float16, "float16"),
+  )
+  def test_refuses_with_the_reason(self, num_sources, width, dtype, reason):
+    sources = (jnp.zeros((2, width), dtype),) * num_sources
+    ones = jnp.ones((width,))
+    with self.assertRaisesRegex(NotImplementedError, reason):
+      attn_res.attn_res(sources, ones, ones, implementation="mosaic_gpu")
+
+
+if __name__ == "__main__":
+  absltest.main()
