@@ -16,7 +16,7 @@ demo: $(VENV)/run
 	$(PYTHON) -m experiments.evaluate --workdir=$(RUN)
 	$(PYTHON) -m experiments.report --workdir=$(RUN)
 	$(PYTHON) -m experiments.generate --workdir=$(RUN) --sample_image \
-	  --prompt="Which digit is this?" --temperature=0
+	  --prompt="Which digit?" --temperature=0
 
 test: $(VENV)/test
 	$(PYTHON) -m pytest -q -n 2 tests --ignore=tests/multidevice

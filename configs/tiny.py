@@ -34,9 +34,9 @@ def get_config():
           ),
           train=config_lib.TrainConfig(
               stages=(
-                  stage(256, 5, 440),
-                  stage(512, 5, 40),
-                  stage(1024, 5, 10),
+                  stage(256, 10, 240),
+                  stage(512, 5, 24),
+                  stage(1024, 5, 8),
                   stage(2048, 5, 4),
               ),
               log_every=10,

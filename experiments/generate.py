@@ -1,7 +1,7 @@
 """Continues a prompt, about an image if there is one.
 
   python -m experiments.generate --workdir=runs/demo --image=digit.png \
-    --prompt="What digit is this?" --temperature=0
+    --prompt="Which digit?" --temperature=0
   python -m experiments.generate --workdir=runs/demo --prompt="def main("
 
 A question about an image is asked as the training documents ask: the image, a

@@ -17,14 +17,14 @@ _WORDS = (
 
 # {digit}, {word}, {parity} and {next} are filled in from the label.
 QUESTIONS = (
-    ("What digit is this?", "{digit}"),
-    ("Which numeral do you see?", "{digit}"),
-    ("Spell the number.", "{word}"),
-    ("Write the digit as a word.", "{word}"),
-    ("Describe the image.", "A handwritten {word}."),
-    ("What does the picture show?", "It shows the digit {digit}."),
+    ("Which digit?", "{digit}"),
+    ("What number is it?", "{digit}"),
+    ("Spell it.", "{word}"),
+    ("As a word?", "{word}"),
+    ("Describe it.", "A handwritten {word}."),
+    ("What is shown?", "It shows a {digit}."),
     ("Even or odd?", "{parity}"),
-    ("Which number comes next?", "{next}"),
+    ("What comes next?", "{next}"),
 )
 
 

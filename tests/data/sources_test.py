@@ -52,7 +52,7 @@ class EmbeddedSourcesTest(absltest.TestCase):
         digits.ask(start + i).question: digits.ask(start + i).answer
         for i in range(len(digits.QUESTIONS))
     }
-    self.assertEqual(answers["What digit is this?"], "7")
+    self.assertEqual(answers["Which digit?"], "7")
     self.assertEqual(answers["Spell the number."], "seven")
     self.assertEqual(answers["Describe the image."], "A handwritten seven.")
     self.assertEqual(answers["Even or odd?"], "odd")
