@@ -53,10 +53,10 @@ class EmbeddedSourcesTest(absltest.TestCase):
         for i in range(len(digits.QUESTIONS))
     }
     self.assertEqual(answers["Which digit?"], "7")
-    self.assertEqual(answers["Spell the number."], "seven")
-    self.assertEqual(answers["Describe the image."], "A handwritten seven.")
+    self.assertEqual(answers["Spell it."], "seven")
+    self.assertEqual(answers["Describe it."], "A handwritten seven.")
     self.assertEqual(answers["Even or odd?"], "odd")
-    self.assertEqual(answers["Which number comes next?"], "8")
+    self.assertEqual(answers["What comes next?"], "8")
     self.assertLen(answers, len(digits.QUESTIONS))
 
   def test_a_digit_document_begins_with_its_prompt(self):
