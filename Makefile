@@ -26,7 +26,6 @@ lint: $(VENV)/lint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyink --check -q sparsemm_jax pallas_kernels experiments \
 	  configs tests
-	$(VENV)/bin/pyrefly check
 
 clean:
 	rm -rf $(VENV) .cache runs *.egg-info

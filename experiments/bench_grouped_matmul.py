@@ -13,7 +13,8 @@ import contextlib
 import fcntl
 import time
 
-from absl import app, flags
+from absl import app
+from absl import flags
 import jax
 from jax import numpy as jnp
 import numpy as np
@@ -122,7 +123,9 @@ def measure(label, plan, width_in, width_out, num_groups):
   began = time.perf_counter()
   with concurrent.futures.ThreadPoolExecutor() as pool:
     compiled = dict(zip(functions, pool.map(compile_one, functions.values())))
-  print(f"# {label}: compiled in {time.perf_counter() - began:.1f} s", flush=True)
+  print(
+      f"# {label}: compiled in {time.perf_counter() - began:.1f} s", flush=True
+  )
   with _alone():
     _measure_loads(label, compiled, lhs, rhs, d_out)
 
@@ -147,8 +150,9 @@ def _measure_loads(label, compiled, lhs, rhs, d_out):
       run = lambda function=function: function(lhs, rhs, sizes, d_out)
       flops = 2.0 * num_rows * width_in * width_out
       products = {"fwd+bwd": 3, "schedule": 0}.get(name, 1)
-      _report(label, load, name, _time(run, jax.block_until_ready),
-              flops * products)
+      _report(
+          label, load, name, _time(run, jax.block_until_ready), flops * products
+      )
 
 
 def _inputs(num_rows, width_in, width_out, num_groups):
@@ -251,8 +255,12 @@ def check(plan):
       "nothing": ([0, 0, 0], 250, 128, 128),
       "zipf": (group_sizes("zipf", 3000, 40).tolist(), 3000, 1088, 576),
       "widths": ([90, 11, 400], 501, 200, 160),
-      "1024 experts": (rng.multinomial(2048, np.ones(1024) / 1024).tolist(),
-                       2048, 128, 256),
+      "1024 experts": (
+          rng.multinomial(2048, np.ones(1024) / 1024).tolist(),
+          2048,
+          128,
+          256,
+      ),
   }
   for name, (sizes, num_rows, width_in, width_out) in cases.items():
     total = sum(sizes)
@@ -262,8 +270,10 @@ def check(plan):
     x[total:], d[total:] = np.nan, np.nan
     x, w, d = (jnp.asarray(a, _BF16) for a in (x, w, d))
     actual = jax.jit(_both(plan))(x, w, jnp.asarray(sizes, jnp.int32), d)
-    expected = _oracle(*(np.asarray(a.astype(jnp.float32), np.float64)
-                         for a in (x, w, d)), sizes)
+    expected = _oracle(
+        *(np.asarray(a.astype(jnp.float32), np.float64) for a in (x, w, d)),
+        sizes,
+    )
     errors = [_error(a, b) for a, b in zip(actual, expected)]
     zeros = [
         bool((a == 0).all())
@@ -274,9 +284,11 @@ def check(plan):
         )
     ]
     good = all(e < 5e-3 for e in errors) and all(zeros)
-    print(f"{'ok   ' if good else 'WRONG'} {name}: relative RMS error"
-          f" {errors[0]:.2e} {errors[1]:.2e} {errors[2]:.2e}; zeros {zeros}",
-          flush=True)
+    print(
+        f"{'ok   ' if good else 'WRONG'} {name}: relative RMS error"
+        f" {errors[0]:.2e} {errors[1]:.2e} {errors[2]:.2e}; zeros {zeros}",
+        flush=True,
+    )
 
 
 def _oracle(lhs, rhs, d_out, sizes):

@@ -58,8 +58,9 @@ def make_inputs(spec, regime="random", seed=0):
       name: jax.random.normal(key, s.shape, jnp.float32)
       for key, (name, s) in zip(keys, spec.shapes().items())
   }
-  x["a_log"] = jnp.log(jax.random.uniform(keys[5], x["a_log"].shape, minval=1.0,
-                                          maxval=16.0))
+  x["a_log"] = jnp.log(
+      jax.random.uniform(keys[5], x["a_log"].shape, minval=1.0, maxval=16.0)
+  )
   x["dt_bias"] *= 0.5
   if regime == "mild":
     x["a_log"] *= 0.0
@@ -105,8 +106,13 @@ def _recurrence(x):
   shape = x["q"].shape[:1] + x["v"].shape[2:3] + x["q"].shape[3:]
   state = jnp.zeros((*shape, x["v"].shape[3]), x["q"].dtype)
   return reference.kda(
-      norm(x["q"]), norm(x["k"]), x["v"], g, jax.nn.sigmoid(x["beta_logits"]),
-      state, scale=x["q"].shape[-1] ** -0.5,
+      norm(x["q"]),
+      norm(x["k"]),
+      x["v"],
+      g,
+      jax.nn.sigmoid(x["beta_logits"]),
+      state,
+      scale=x["q"].shape[-1] ** -0.5,
   )[0]
 
 
@@ -137,8 +143,10 @@ def check(runs):
     shape = x["v"].shape
     cotangent = jax.random.normal(jax.random.key(9), shape).astype(jnp.bfloat16)
     with jax.enable_x64(True):
-      wide = jax.tree.map(lambda y: jnp.asarray(np.asarray(y, np.float64)),
-                          jax.tree.map(_to_fp32, (x, cotangent)))
+      wide = jax.tree.map(
+          lambda y: jnp.asarray(np.asarray(y, np.float64)),
+          jax.tree.map(_to_fp32, (x, cotangent)),
+      )
       out, grads = jax.tree.map(np.asarray, exact(*wide))
     for name, run in both.items():
       mine, gradients = run(x, cotangent)
@@ -146,8 +154,11 @@ def check(runs):
       for key in GRADIENTS:
         row[f"d {key}"] = _error(gradients[key], grads[key])
       errors[name][regime] = row
-      print(f"{name:24} {regime:11}",
-            " ".join(f"{k} {v:.1e}" for k, v in row.items()), flush=True)
+      print(
+          f"{name:24} {regime:11}",
+          " ".join(f"{k} {v:.1e}" for k, v in row.items()),
+          flush=True,
+      )
   return errors
 
 
@@ -192,9 +203,7 @@ def time_shape(name, runs, rate):
   """Times forward and forward+backward of every implementation."""
   spec = arg_specs.SPECS[name]
   x = make_inputs(spec)
-  cotangent = jax.random.normal(
-      jax.random.key(9), x["v"].shape, jnp.bfloat16
-  )
+  cotangent = jax.random.normal(jax.random.key(9), x["v"].shape, jnp.bfloat16)
   rows = {}
   for label, run in runs.items():
     row = {}
@@ -219,8 +228,10 @@ def time_shape(name, runs, rate):
 
 def print_table(results):
   """Prints times, spreads, ratios to ours, floors and temporary memory."""
-  print(f"\n{'shape':15}{'who':22}{'forward ms':>16}{'x':>6}"
-        f"{'fwd+bwd ms':>16}{'x':>6}{'temp GiB':>15}{'floor ms':>13}")
+  print(
+      f"\n{'shape':15}{'who':22}{'forward ms':>16}{'x':>6}"
+      f"{'fwd+bwd ms':>16}{'x':>6}{'temp GiB':>15}{'floor ms':>13}"
+  )
   for name, result in results["shapes"].items():
     ours = result["rows"]["ours"]
     for label, row in result["rows"].items():
@@ -228,21 +239,26 @@ def print_table(results):
       for kind in ("forward", "forward+backward"):
         if kind in row:
           time_ms, spread = row[kind]
-          cells.append(f"{time_ms:9.3f} +-{spread:4.2f}"
-                       f"{time_ms / ours[kind][0]:6.2f}")
+          cells.append(
+              f"{time_ms:9.3f} +-{spread:4.2f}{time_ms / ours[kind][0]:6.2f}"
+          )
         else:
           cells.append(f"{'failed':>16}{'':6}")
-      temps = [row.get(f"{k} temp GiB", float("nan"))
-               for k in ("forward", "forward+backward")]
+      temps = [
+          row.get(f"{k} temp GiB", float("nan"))
+          for k in ("forward", "forward+backward")
+      ]
       floors = "{:.2f} / {:.2f}".format(*result["floor ms"])
-      print(f"{name:15}{label:22}{''.join(cells)}"
-            f"{temps[0]:7.2f} /{temps[1]:6.2f}{floors:>13}")
+      print(
+          f"{name:15}{label:22}{''.join(cells)}"
+          f"{temps[0]:7.2f} /{temps[1]:6.2f}{floors:>13}"
+      )
 
 
 def _run_fla(job):
   """Inside fla's process: times the shapes of a job file, errors too."""
-  import torch  # pylint: disable=g-import-not-at-top
   from fla.ops.kda import chunk_kda  # pylint: disable=g-import-not-at-top
+  import torch  # pylint: disable=g-import-not-at-top
 
   with open(job) as file:
     names = json.load(file)
@@ -250,19 +266,32 @@ def _run_fla(job):
   for name in names:
     spec = arg_specs.SPECS[name]
     x = {
-        key: torch.randn(
-            s.shape, device="cuda",
-            dtype=torch.bfloat16 if s.dtype == jnp.bfloat16 else torch.float32,
-        ).requires_grad_()
+        key: (
+            torch.randn(
+                s.shape,
+                device="cuda",
+                dtype=torch.bfloat16
+                if s.dtype == jnp.bfloat16
+                else torch.float32,
+            ).requires_grad_()
+        )
         for key, s in spec.shapes().items()
     }
 
     def forward(x=x):
       return chunk_kda(
-          x["q"], x["k"], x["v"], x["z"], x["beta_logits"], A_log=x["a_log"],
-          dt_bias=x["dt_bias"].reshape(-1), use_qk_l2norm_in_kernel=True,
-          use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
-          safe_gate=True, lower_bound=-5.0,
+          x["q"],
+          x["k"],
+          x["v"],
+          x["z"],
+          x["beta_logits"],
+          A_log=x["a_log"],
+          dt_bias=x["dt_bias"].reshape(-1),
+          use_qk_l2norm_in_kernel=True,
+          use_gate_in_kernel=True,
+          use_beta_sigmoid_in_kernel=True,
+          safe_gate=True,
+          lower_bound=-5.0,
       )[0]
 
     cotangent = torch.randn_like(x["v"])
@@ -301,8 +330,12 @@ def _time_fla(names):
     json.dump(names, file)
     file.flush()
     subprocess.run(
-        [sys.executable, "-m", "experiments.bench_kernels",
-         f"--torch_job={file.name}"],
+        [
+            sys.executable,
+            "-m",
+            "experiments.bench_kernels",
+            f"--torch_job={file.name}",
+        ],
         check=True,
     )
     with open(file.name) as done:
@@ -325,8 +358,12 @@ def main(argv):
   rate = _copy_rate()
   device = jax.devices()[0].device_kind
   print(f"{device}: copy {rate / 1e9:.2f} TB/s")
-  results = {"device": device, "copy TB/s": rate / 1e9, "errors": errors,
-             "shapes": {}}
+  results = {
+      "device": device,
+      "copy TB/s": rate / 1e9,
+      "errors": errors,
+      "shapes": {},
+  }
   for name in _SHAPES.value:
     results["shapes"][name] = time_shape(name, runs, rate)
   for name, row in _time_fla(_FLA_SHAPES.value).items():

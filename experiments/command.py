@@ -1,10 +1,12 @@
 """What every command shares: the --config flag, and one-line errors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence
 import difflib
 import re
 import sys
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
 from absl import app
 from absl import flags
@@ -36,12 +38,14 @@ def define_config() -> Callable[[], config_lib.RunConfig]:
   `--config=configs/tiny.py --config.optim.learning_rate=1e-3`; a field that
   may be unset takes `--config.optim.qk_clip_threshold=None`.
   """
+  flags.disclaim_key_flags()  # --help shows it with the command's own flags
   holder = config_flags.DEFINE_config_file(
       "config",
       None,
       "A python file with get_config(), such as configs/tiny.py; fields are"
       " changed with --config.<section>.<field>=<value>.",
       lock_config=True,
+      sys_argv=_config_argv,
   )
 
   def read():
@@ -61,6 +65,7 @@ def define_config() -> Callable[[], config_lib.RunConfig]:
 
 
 _unset: list[str] = []  # fields that flags set to None
+_config_argv: list[str] = []  # where --config looks for its overrides
 
 
 class Run(NamedTuple):
@@ -113,31 +118,39 @@ def _guarded(main):
   return guarded
 
 
-def _fail(error: Any) -> None:
-  print(f"error: {error}", file=sys.stderr)
+def _fail(error: Any) -> NoReturn:
+  print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
   sys.exit(2)
 
 
 def _parse_flags(argv: Sequence[str]) -> list[str]:
-  kept = []
-  for argument in argv:
-    match = _OVERRIDE.fullmatch(argument)
-    if match and match[2] in ("None", "none"):
-      _unset.append(match[1])
-    else:
-      kept.append(argument)
+  """Parses the flags; `_fail`s with one line if there is anything wrong."""
+  overrides = [_OVERRIDE.fullmatch(argument) for argument in argv]
+  plain = [a for a, match in zip(argv, overrides, strict=True) if not match]
+  kept = [
+      argument
+      for argument, match in zip(argv, overrides, strict=True)
+      if not (match and match[2] in ("None", "none"))
+  ]
+  _unset[:] = [
+      match[1] for match in overrides if match and match[0] not in kept
+  ]
   try:
-    rest = app.parse_flags_with_usage(kept)
+    # First the config without overrides, to name a field that it lacks.
+    _config_argv[:] = plain
+    flags.FLAGS(plain)
+    message = _unknown_field([match[1] for match in overrides if match])
+    if message:
+      _fail(message)
+    _config_argv[:] = kept
+    return flags.FLAGS(kept)
   except OSError as error:  # the loader's message lists what it tried
-    _fail(f"--config: {' '.join(str(error).split())}")
-  except config_lib.ConfigError as error:
+    _fail(f"--config: {error}")
+  except (
+      flags.Error, config_lib.ConfigError, AttributeError, KeyError, IndexError,
+      TypeError, ValueError,
+  ) as error:  # fmt: skip
     _fail(error)
-  except (AttributeError, KeyError, IndexError, TypeError) as error:
-    _fail(_unknown_field(argv) or error)
-  message = _unknown_field([f"--config.{path}=" for path in _unset])
-  if message:
-    _fail(message)
-  return rest
 
 
 def _steps(path: str) -> list[str | int]:
@@ -146,15 +159,12 @@ def _steps(path: str) -> list[str | int]:
   return [int(part) if part.isdigit() else part for part in parts]
 
 
-def _unknown_field(argv: Sequence[str]) -> str | None:
-  """Finds the first override whose field the config does not have."""
+def _unknown_field(paths: Sequence[str]) -> str | None:
+  """Finds the first path that the config does not have."""
   config = flags.FLAGS["config"].value if "config" in flags.FLAGS else None
-  for argument in argv:
-    match = _OVERRIDE.match(argument)
-    if not match or config is None:
-      continue
+  for path in paths if config is not None else ():
     node: Any = config
-    for step in _steps(match[1]):
+    for step in _steps(path):
       try:
         node = node[step]
       except (KeyError, IndexError, TypeError, AttributeError):
@@ -164,5 +174,5 @@ def _unknown_field(argv: Sequence[str]) -> str | None:
             else []
         )
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        return f"--config.{match[1]}: there is no field {step!r}{hint}"
+        return f"--config.{path}: there is no field {step!r}{hint}"
   return None

@@ -14,11 +14,11 @@ from typing import Any
 from absl import flags
 import jax
 import numpy as np
+
+from experiments import command
 from sparsemm_jax import balancing
 from sparsemm_jax import training
 from sparsemm_jax.training import evaluation
-
-from experiments import command
 
 FILE_NAME = "evaluation.json"
 

@@ -13,12 +13,12 @@ import pathlib
 from absl import flags
 import jax
 import numpy as np
+
+from experiments import command
 from sparsemm_jax.config import ConfigError
 from sparsemm_jax.data import pipeline
 from sparsemm_jax.inference import generate
 from sparsemm_jax.training import evaluation
-
-from experiments import command
 
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "A run's folder, or one checkpoint in it.", required=True

@@ -16,12 +16,12 @@ from etils import epath
 from matplotlib import figure
 from matplotlib import gridspec
 import numpy as np
-from sparsemm_jax import config as config_lib
-from sparsemm_jax.training import curriculum
-from sparsemm_jax.training import metrics as metrics_lib
 
 from experiments import command
 from experiments import evaluate
+from sparsemm_jax import config as config_lib
+from sparsemm_jax.training import curriculum
+from sparsemm_jax.training import metrics as metrics_lib
 
 
 def main(argv) -> None:
@@ -118,9 +118,7 @@ def _draw_captions(part, captions) -> None:
       " questions answered right"
   )
   samples = captions["samples"]
-  for axes, sample in zip(
-      part.subplots(1, len(samples)), samples, strict=True
-  ):
+  for axes, sample in zip(part.subplots(1, len(samples)), samples, strict=True):
     axes.imshow(np.array(sample["image"], np.uint8))
     axes.set_axis_off()
     axes.set_title(textwrap.fill(sample["question"], 18), fontsize=8)

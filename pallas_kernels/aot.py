@@ -6,6 +6,8 @@ produce final machine code, so registers, spills, shared memory, VMEM and
 temporary bytes of a kernel are known, and can be tested, without hardware.
 """
 
+from collections.abc import Callable
+from collections.abc import Iterator
 import contextlib
 import dataclasses
 import functools
@@ -15,11 +17,12 @@ import pathlib
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+from jax.sharding import AbstractDevice
+from jax.sharding import AbstractMesh
+from jax.sharding import SingleDeviceSharding
 
 _H200 = pathlib.Path(__file__).with_name("h200.txtpb")
 _H200_DEVICE = AbstractDevice(

@@ -519,7 +519,9 @@ def from_config_dict(
     if name not in hints:
       near = difflib.get_close_matches(name, hints, 1)
       hint = f"; did you mean {near[0]!r}?" if near else ""
-      raise ConfigError(f"{path}.{name}: unknown field of {kind.__name__}{hint}")
+      raise ConfigError(
+          f"{path}.{name}: unknown field of {kind.__name__}{hint}"
+      )
   arguments = {
       name: _typed(values[name], hints[name], f"{path}.{name}")
       for name in values

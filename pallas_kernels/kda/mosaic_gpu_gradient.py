@@ -27,17 +27,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda import mosaic_gpu_lanes as lanes_lib
 from pallas_kernels.kda import mosaic_gpu_prep as prep_lib
-from pallas_kernels.kda.mosaic_gpu_prep import (
-    CHUNK,
-    COLUMN,
-    HALF,
-    LOG2_E,
-    READS_STATE,
-    ROW,
-    VALID,
-    WRITES_STATE,
-    Plan,
-)
+from pallas_kernels.kda.mosaic_gpu_prep import CHUNK
+from pallas_kernels.kda.mosaic_gpu_prep import COLUMN
+from pallas_kernels.kda.mosaic_gpu_prep import HALF
+from pallas_kernels.kda.mosaic_gpu_prep import LOG2_E
+from pallas_kernels.kda.mosaic_gpu_prep import READS_STATE
+from pallas_kernels.kda.mosaic_gpu_prep import ROW
+from pallas_kernels.kda.mosaic_gpu_prep import VALID
+from pallas_kernels.kda.mosaic_gpu_prep import WRITES_STATE
+from pallas_kernels.kda.mosaic_gpu_prep import Plan
 
 _LN2 = 1.0 / LOG2_E
 _PAD = 8  # fp32 words after a row: wgmma rows then start in other banks
@@ -450,7 +448,7 @@ def _finish(plan, lanes, slope, s):
   at = prep_lib.references(lanes, s)
   if plan.raw:
     bias = lanes.load_channels(s["channels"].at[_BIAS])
-  zs, decays, slopes = {}, {}, {}
+  decays, slopes = {}, {}
   for r in lanes.rows:
     z = lanes.load_plain(s["z_tile"], r).astype(jnp.float32)
     if plan.raw:

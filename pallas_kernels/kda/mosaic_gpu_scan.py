@@ -14,7 +14,6 @@ tiles that `mosaic_gpu_prep` made.
             dS^T <- dS^T gam + do^T qg - dr^T kgam
 """
 
-import functools
 
 import jax
 from jax import lax
@@ -23,7 +22,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda import mosaic_gpu_lanes as lanes_lib
-from pallas_kernels.kda.mosaic_gpu_prep import CHUNK, COLUMN, VALID, Plan
+from pallas_kernels.kda.mosaic_gpu_prep import CHUNK
+from pallas_kernels.kda.mosaic_gpu_prep import COLUMN
+from pallas_kernels.kda.mosaic_gpu_prep import VALID
+from pallas_kernels.kda.mosaic_gpu_prep import Plan
 
 SLICE = 64  # value channels of a warpgroup: the rows of a wgmma
 STAGES = 2

@@ -1,6 +1,7 @@
 """The bigram model a language model has to beat."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 

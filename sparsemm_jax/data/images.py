@@ -9,7 +9,9 @@ import math
 import pathlib
 from typing import NamedTuple
 
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float
+from jaxtyping import Int
+from jaxtyping import UInt8
 import numpy as np
 from PIL import Image
 

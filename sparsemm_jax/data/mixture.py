@@ -9,7 +9,9 @@ import numpy as np
 
 from sparsemm_jax import config as config_lib
 from sparsemm_jax import data
-from sparsemm_jax.data import documents, packing, sources
+from sparsemm_jax.data import documents
+from sparsemm_jax.data import packing
+from sparsemm_jax.data import sources
 from sparsemm_jax.data import tokenizer as tokenizer_lib
 
 SPLITS = ("train", "eval")

@@ -8,13 +8,15 @@ that neighbouring rows come from different documents.
 
 import collections
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
 import grain
 import numpy as np
 
 from sparsemm_jax import data
-from sparsemm_jax.data import documents, images
+from sparsemm_jax.data import documents
+from sparsemm_jax.data import images
 from sparsemm_jax.data import tokenizer as tokenizer_lib
 
 OPEN_DOCUMENTS = 16

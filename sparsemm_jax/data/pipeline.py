@@ -1,6 +1,7 @@
 """Batches, held-out examples and text, from a RunConfig."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence
 import itertools
 from typing import NamedTuple
 
@@ -10,7 +11,11 @@ import numpy as np
 
 from sparsemm_jax import config as config_lib
 from sparsemm_jax import data
-from sparsemm_jax.data import digits, documents, images, mixture, packing
+from sparsemm_jax.data import digits
+from sparsemm_jax.data import documents
+from sparsemm_jax.data import images
+from sparsemm_jax.data import mixture
+from sparsemm_jax.data import packing
 from sparsemm_jax.data import tokenizer as tokenizer_lib
 
 Batch = dict[str, np.ndarray]

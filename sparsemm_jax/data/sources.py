@@ -8,11 +8,13 @@ import json
 import os
 import pathlib
 import sysconfig
-from typing import Any, Protocol
+from typing import Any
+from typing import Protocol
 
 from sparsemm_jax import config as config_lib
 from sparsemm_jax import data
-from sparsemm_jax.data import digits, documents
+from sparsemm_jax.data import digits
+from sparsemm_jax.data import documents
 
 IMAGE_PLACEHOLDER = "<image>"
 MAX_FILE_BYTES = 2**18  # of one standard-library source; the rest is not read

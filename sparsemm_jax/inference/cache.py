@@ -1,10 +1,12 @@
 """What decode keeps of a row between calls."""
 
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array
+from jaxtyping import Int
 
 from sparsemm_jax import config as config_lib
 from sparsemm_jax.layers import kda

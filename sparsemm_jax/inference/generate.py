@@ -5,7 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array
+from jaxtyping import Bool
+from jaxtyping import Float
+from jaxtyping import Int
 
 from sparsemm_jax import config as config_lib
 from sparsemm_jax import models
@@ -54,9 +57,7 @@ def generate(
   """
   batch, prompt_len = tokens.shape
   model = models.SparseMultimodalModel(config)
-  sample = functools.partial(
-      sample_token, temperature=temperature, top_p=top_p
-  )
+  sample = functools.partial(sample_token, temperature=temperature, top_p=top_p)
   chunk = min(prefill_chunk, prompt_len)
   num_chunks = -(-prompt_len // chunk)
   tokens = jnp.pad(tokens, ((0, 0), (0, num_chunks * chunk - prompt_len)))
@@ -126,9 +127,7 @@ def sample_token(
   return jax.random.categorical(key, logits).astype(jnp.int32)
 
 
-def nucleus(
-    logits: Float[Array, "b w"], top_p: float
-) -> Bool[Array, "b w"]:
+def nucleus(logits: Float[Array, "b w"], top_p: float) -> Bool[Array, "b w"]:
   """Marks the likeliest tokens that reach probability top_p together."""
   ordered = jnp.sort(logits, axis=-1, descending=True)
   probabilities = jax.nn.softmax(ordered, axis=-1)

@@ -4,7 +4,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array
+from jaxtyping import Bool
+from jaxtyping import Float
+from jaxtyping import Int
 
 # Not -inf: a row without a single allowed key must stay finite.
 _MASKED = -1e30

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array
+from jaxtyping import Bool
+from jaxtyping import Float
 
 from pallas_kernels import attn_res
 from sparsemm_jax import config as config_lib

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
+from jaxtyping import Float
 
 from pallas_kernels import kda
 from sparsemm_jax import config as config_lib

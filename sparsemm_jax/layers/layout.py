@@ -4,7 +4,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array
+from jaxtyping import Bool
+from jaxtyping import Int
 
 
 class Layout(NamedTuple):

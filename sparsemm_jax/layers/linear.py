@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
+from jaxtyping import Float
 
 from sparsemm_jax import config as config_lib
 

@@ -4,7 +4,9 @@ import functools
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
+from jaxtyping import Float
+from jaxtyping import Int
 
 from pallas_kernels import grouped_matmul
 from sparsemm_jax import config as config_lib

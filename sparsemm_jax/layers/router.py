@@ -3,7 +3,9 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array
+from jaxtyping import Bool
+from jaxtyping import Float
 
 from sparsemm_jax import balancing
 from sparsemm_jax import config as config_lib

@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array
+from jaxtyping import Bool
+from jaxtyping import Float
 
 from sparsemm_jax import config as config_lib
 from sparsemm_jax.layers import attn_res

@@ -3,7 +3,8 @@
 from typing import Any
 
 import flax.linen as nn
-from jaxtyping import Array, Float
+from jaxtyping import Array
+from jaxtyping import Float
 
 from sparsemm_jax import config as config_lib
 from sparsemm_jax.layers import attn_res

@@ -1,11 +1,14 @@
 """The whole model: tokens and images in, logits out."""
 
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
+from jaxtyping import Float
+from jaxtyping import Int
 import numpy as np
 
 from sparsemm_jax import config as config_lib

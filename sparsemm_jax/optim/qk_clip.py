@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
+from jaxtyping import Float
 
 
 def qk_clip(params: Any, attention_stats: Any, threshold: float) -> Any:

@@ -1,8 +1,8 @@
 """The train state, its steps, and what a run keeps on disk."""
 
 from sparsemm_jax.training.loop import train
-from sparsemm_jax.training.state import init_state
 from sparsemm_jax.training.state import TrainState
+from sparsemm_jax.training.state import init_state
 from sparsemm_jax.training.step import make_eval_step
 from sparsemm_jax.training.step import make_train_step
 

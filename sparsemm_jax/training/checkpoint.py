@@ -7,10 +7,13 @@ and renames it when complete. It may be restored on other devices than it was
 saved from.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable
+from collections.abc import Generator
+from collections.abc import Mapping
 import contextlib
 import signal
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
 from absl import logging
 from etils import epath

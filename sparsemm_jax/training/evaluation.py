@@ -1,6 +1,7 @@
 """Held-out bits per byte, caption accuracy and router load."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
 import math
 from typing import Any
@@ -39,9 +40,7 @@ class HeldOut:
   depth_weights: dict[str, list[float]]
 
 
-def fit_bigram(
-    config: config_lib.RunConfig, source: str
-) -> bigram.BigramModel:
+def fit_bigram(config: config_lib.RunConfig, source: str) -> bigram.BigramModel:
   """Fits a bigram model on the whole training text of a source."""
   documents = pipeline.iter_text(config, source, "train")
   return bigram.BigramModel(config.model.vocab_size).fit(documents)

@@ -1,6 +1,7 @@
 """Writes the numbers of a run, and measures its speed."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from collections.abc import Mapping
 import json
 import math
 import time

@@ -1,10 +1,12 @@
 """Shows a person, or a log file, how far a run is."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from collections.abc import Mapping
 import datetime
 import sys
 import time
-from typing import Any, TextIO
+from typing import Any
+from typing import TextIO
 
 import jax
 from rich import console as rich_console

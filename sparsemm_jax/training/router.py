@@ -10,7 +10,9 @@ from typing import Any
 from flax import traverse_util
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
+from jaxtyping import Float
+from jaxtyping import Int
 
 from sparsemm_jax import balancing
 from sparsemm_jax import config as config_lib

@@ -6,7 +6,8 @@ import flax
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array
+from jaxtyping import Int
 import optax
 
 from sparsemm_jax import config as config_lib

@@ -3,7 +3,8 @@
 import io
 import pathlib
 
-from absl.testing import absltest, parameterized
+from absl.testing import absltest
+from absl.testing import parameterized
 import numpy as np
 from PIL import Image
 

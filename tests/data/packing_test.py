@@ -2,13 +2,16 @@
 
 import dataclasses
 
-from absl.testing import absltest, parameterized
+from absl.testing import absltest
+from absl.testing import parameterized
 import grain
 import numpy as np
 
 from sparsemm_jax import config as config_lib
 from sparsemm_jax import data
-from sparsemm_jax.data import documents, images, packing
+from sparsemm_jax.data import documents
+from sparsemm_jax.data import images
+from sparsemm_jax.data import packing
 from sparsemm_jax.data import tokenizer as tokenizer_lib
 from tests import testing
 

@@ -5,13 +5,18 @@ import itertools
 import json
 import pathlib
 
-from absl.testing import absltest, parameterized
+from absl.testing import absltest
+from absl.testing import parameterized
 import grain
 import numpy as np
 
 from sparsemm_jax import config as config_lib
 from sparsemm_jax import data
-from sparsemm_jax.data import digits, documents, mixture, packing, pipeline
+from sparsemm_jax.data import digits
+from sparsemm_jax.data import documents
+from sparsemm_jax.data import mixture
+from sparsemm_jax.data import packing
+from sparsemm_jax.data import pipeline
 from sparsemm_jax.data import tokenizer as tokenizer_lib
 from tests import testing
 

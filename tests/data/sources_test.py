@@ -6,7 +6,8 @@ import json
 import pathlib
 import re
 
-from absl.testing import absltest, parameterized
+from absl.testing import absltest
+from absl.testing import parameterized
 from array_record.python import array_record_module
 import numpy as np
 from PIL import Image
@@ -14,7 +15,9 @@ from sklearn import datasets
 
 from sparsemm_jax import config as config_lib
 from sparsemm_jax import data
-from sparsemm_jax.data import digits, documents, sources
+from sparsemm_jax.data import digits
+from sparsemm_jax.data import documents
+from sparsemm_jax.data import sources
 from sparsemm_jax.data import tokenizer as tokenizer_lib
 from tests import testing
 

@@ -2,7 +2,8 @@
 
 import os
 
-from absl.testing import absltest, parameterized
+from absl.testing import absltest
+from absl.testing import parameterized
 import sentencepiece
 import tokenizers
 

@@ -19,9 +19,7 @@ CONFIG = small_model.config(norm_eps=1e-12)
 
 
 def _situ_glu(gate, up):
-  return (
-      4 * np.tanh(gate / 4) / (1 + np.exp(-gate)) * 25 * np.tanh(up / 25)
-  )
+  return 4 * np.tanh(gate / 4) / (1 + np.exp(-gate)) * 25 * np.tanh(up / 25)
 
 
 _apply = jax.jit(moe.LatentMoE(CONFIG).apply)
@@ -132,9 +130,7 @@ class LatentMoETest(absltest.TestCase):
 
     gradient, state = jax.jit(jax.grad(loss, has_aux=True))(self.state)
     testing.assert_same(gradient["router"]["bias"], np.zeros(6))
-    testing.assert_same(
-        state["router"]["bias"], self.state["router"]["bias"]
-    )
+    testing.assert_same(state["router"]["bias"], self.state["router"]["bias"])
 
   def test_scores_are_fp32_under_bf16_compute(self):
     low = moe.LatentMoE(small_model.config(dtype="bfloat16"))

@@ -27,9 +27,7 @@ class ShortConvTest(parameterized.TestCase):
   def test_matches_float64(self, length):
     x, kernel = _inputs(length)
     padded = np.pad(x, ((0, 0), (WIDTH - 1, 0), (0, 0), (0, 0)))
-    expected = sum(
-        padded[:, j : j + length] * kernel[j] for j in range(WIDTH)
-    )
+    expected = sum(padded[:, j : j + length] * kernel[j] for j in range(WIDTH))
     actual = conv(
         jnp.float32(x), jnp.float32(kernel), jnp.ones((1, length), jnp.int32)
     )

@@ -40,9 +40,9 @@ def packed(*images, length):
   ]
   joined = [np.concatenate(parts) for parts in zip(*numbered, strict=True)]
   spare = length - len(joined[0])
-  return vision.Images(*(
-      np.pad(x, [(0, spare)] + [(0, 0)] * (x.ndim - 1))[None] for x in joined
-  ))
+  return vision.Images(
+      *(np.pad(x, [(0, spare)] + [(0, 0)] * (x.ndim - 1))[None] for x in joined)
+  )
 
 
 class EncoderTest(absltest.TestCase):
@@ -90,9 +90,7 @@ class EncoderTest(absltest.TestCase):
 class PositionTest(absltest.TestCase):
 
   def _rows(self, table, height, width):
-    images = packed(
-        image_patches(height, width, 0), length=height * width
-    )
+    images = packed(image_patches(height, width, 0), length=height * width)
     module = vision.PositionTable(CONFIG)
     rows = jax.jit(module.apply)({"params": {"embedding": table}}, images)[0]
     return np.asarray(rows), images.positions[0]
