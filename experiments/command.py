@@ -7,6 +7,7 @@ import re
 import sys
 from typing import Any
 from typing import NamedTuple
+from typing import NoReturn
 
 from absl import app
 from absl import flags
@@ -52,7 +53,11 @@ def define_config() -> Callable[[], config_lib.RunConfig]:
     if holder.value is None:
       raise config_lib.ConfigError("--config is not set")
     values = holder.value
-    with values.ignore_type():
+    try:
+      ignore_type = values.ignore_type
+    except OSError as error:  # kept until the value is first used
+      raise config_lib.ConfigError(f"--config: {error}") from None
+    with ignore_type():
       for path in _unset:
         *parents, name = _steps(path)
         node = values
