@@ -2,7 +2,9 @@
 
 import jax
 from jax import numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
+from jaxtyping import Float
+from jaxtyping import Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.kda import checks
@@ -65,18 +67,26 @@ def chunk_kda(
     )
   state = checks.initial_state_or_zero(q, v, initial_state)
   scale = q.shape[-1] ** -0.5 if scale is None else scale
-  args = (q, k, v, g, beta, state, runs)
+
+  def serve(kda):
+    out, final_state = kda(q, k, v, g, beta, state, runs, scale=scale)
+    if runs is not None:  # stops NaN gradients of padding rows
+      out = segments.zero_padding(valid, out)
+    return out, final_state
+
   # Best first. A device implementation is one more line here; it imports its
   # own module, so that nothing of it loads where it is not used.
   candidates = {
-      "mosaic_gpu": lambda: _mosaic_gpu().chunk_kda(
-          *given,
-          scale=scale,
-          initial_state=initial_state,
-          segment_ids=segment_ids,
+      "mosaic_gpu": (
+          lambda: _mosaic_gpu().chunk_kda(
+              *given,
+              scale=scale,
+              initial_state=initial_state,
+              segment_ids=segment_ids,
+          )
       ),
-      "chunked": lambda: chunked.kda(*args, scale=scale),
-      "reference": lambda: reference.kda(*args, scale=scale),
+      "chunked": lambda: serve(chunked.kda),
+      "reference": lambda: serve(reference.kda),
   }
   return dispatch.run("chunk_kda", candidates, implementation)
 
@@ -125,6 +135,7 @@ def fused_kda(
     NotImplementedError: an explicit implementation cannot serve; says why.
   """
   checks.check_tokens(q, k, v, beta_logits, initial_state, segment_ids, z=z)
+  gate.check_gate(z, a_log, dt_bias)
   gate.check_lower_bound(lower_bound, gate.operand_dtype(q, k, v))
   options = dict(
       scale=q.shape[-1] ** -0.5 if scale is None else scale,
@@ -147,9 +158,18 @@ def fused_kda(
     )
 
   candidates = {
-      "mosaic_gpu": lambda: _mosaic_gpu().fused_kda(
-          q, k, v, z, beta_logits, a_log, dt_bias, lower_bound=lower_bound,
-          **options,
+      "mosaic_gpu": (
+          lambda: _mosaic_gpu().fused_kda(
+              q,
+              k,
+              v,
+              z,
+              beta_logits,
+              a_log,
+              dt_bias,
+              lower_bound=lower_bound,
+              **options,
+          )
       ),
       "chunked": lambda: unfused("chunked"),
       "reference": lambda: unfused("reference"),

@@ -27,9 +27,7 @@ class ArgSpec:
     return {
         "q": struct(query, self.dtype),
         "k": struct(query, self.dtype),
-        "v": struct(
-            (*tokens, self.value_heads, self.value_width), self.dtype
-        ),
+        "v": struct((*tokens, self.value_heads, self.value_width), self.dtype),
         "z": struct(gate, self.dtype),
         "beta_logits": struct((*tokens, self.value_heads), self.dtype),
         "a_log": struct((self.value_heads,), jnp.float32),

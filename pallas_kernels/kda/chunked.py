@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 import jax
 from jax import numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
+from jaxtyping import Float
+from jaxtyping import Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.kda import block_sizes
@@ -144,9 +146,7 @@ def _local(ratio, q, k, v, g, beta, runs, previous) -> _Local:
   left, right = intra.tile_rows(q, k, factors)
   qk, kk = intra.scores(left, right, masks, operand)
   inverse = intra.unit_lower_inverse(beta[..., None] * kk)
-  return _Local(
-      q, k, v, beta, masks, factors, left, right, qk, kk, inverse
-  )
+  return _Local(q, k, v, beta, masks, factors, left, right, qk, kk, inverse)
 
 
 @functools.partial(jax.jit, static_argnames=("static", "keep_states"))
@@ -212,7 +212,9 @@ def _kda_bwd(static, residuals, cotangents):
     dq, dk, *rest = grads
     dq, dk = (_sum_groups(x, ratio) for x in (dq, dk))
     grads = (dq, dk, *rest)
-    return d_state, tuple(d.astype(x.dtype) for d, x in zip(grads, xs))
+    return d_state, tuple(
+        d.astype(x.dtype) for d, x in zip(grads, xs[:5], strict=True)
+    )
 
   xs = [_split(x, chunks) for x in (q, k, v, g, beta)]
   xs += _split_runs(runs, v.shape[2], chunks)

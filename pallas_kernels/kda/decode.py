@@ -1,7 +1,8 @@
 """Decode: one or a few tokens against a state that is kept between calls."""
 
 from jax import numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
+from jaxtyping import Float
 
 from pallas_kernels.kda import checks
 from pallas_kernels.kda import reference

@@ -5,7 +5,8 @@ import math
 
 import jax
 from jax import numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
+from jaxtyping import Float
 
 TILE = 16
 
@@ -79,13 +80,14 @@ def bounded_log_decay(
   Source: flash-linear-attention, fla/ops/kda/gate.py (Kimi K3's safe gate).
   dt_bias is summed from the fp32 gradient, before the cast to z's dtype.
   """
-  _check_gate(z, a_log, dt_bias)
+  check_gate(z, a_log, dt_bias)
   accumulator = jnp.promote_types(z.dtype, jnp.float32)
   bound = check_lower_bound(lower_bound, accumulator)
   return _gate(bound, z, a_log, dt_bias)
 
 
-def _check_gate(z: Array, a_log: Array, dt_bias: Array) -> None:
+def check_gate(z: Array, a_log: Array, dt_bias: Array) -> None:
+  """Raises ValueError unless the gate's arguments fit each other."""
   if z.ndim != 4 or not jnp.issubdtype(z.dtype, jnp.floating):
     raise ValueError(
         f"z must be floating [B, T, HV, K], got {z.dtype}{list(z.shape)}"

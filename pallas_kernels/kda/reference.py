@@ -2,7 +2,9 @@
 
 import jax
 from jax import numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
+from jaxtyping import Float
+from jaxtyping import Int
 
 
 def kda(

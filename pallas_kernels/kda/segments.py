@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array
+from jaxtyping import Bool
+from jaxtyping import Int
 
 
 def runs_of(

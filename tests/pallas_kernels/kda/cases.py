@@ -37,7 +37,7 @@ def fused_inputs(
   }
   inputs = {
       name: jax.random.normal(key, shapes[name])
-      for key, name in zip(keys, FUSED_INPUTS)
+      for key, name in zip(keys, FUSED_INPUTS, strict=True)
   }
   inputs["z"] = 2.0 * inputs["z"] - 3.0
   inputs["a_log"] = 0.3 * inputs["a_log"]

@@ -7,7 +7,15 @@ import numpy as np
 
 
 def fused_kda(
-    q, k, v, z, beta_logits, a_log, dt_bias, initial_state, segment_ids=None,
+    q,
+    k,
+    v,
+    z,
+    beta_logits,
+    a_log,
+    dt_bias,
+    initial_state,
+    segment_ids=None,
     lower_bound=-5.0,
 ):
   """Returns (out, final_state) of raw projections."""
@@ -16,8 +24,9 @@ def fused_kda(
   slope = np.exp(a_log)[:, None]
   g = lower_bound * _sigmoid(slope * (z + dt_bias))
   beta = _sigmoid(np.asarray(beta_logits, np.float64))
-  unit = lambda x: x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6)
-  return kda(unit(q), unit(k), v, g, beta, initial_state, segment_ids)
+  q = q / np.sqrt((q**2).sum(-1, keepdims=True) + 1e-6)
+  k = k / np.sqrt((k**2).sum(-1, keepdims=True) + 1e-6)
+  return kda(q, k, v, g, beta, initial_state, segment_ids)
 
 
 def kda(q, k, v, g, beta, initial_state, segment_ids=None):

@@ -24,7 +24,9 @@ class ReferenceTest(parameterized.TestCase):
     for segment_ids in (None, SEGMENTS):
       actual = cases.forward("fused_kda", "reference")(inputs, segment_ids)
       expected = oracle.fused_kda(**inputs, segment_ids=segment_ids)
-      for name, a, e in zip(("out", "final_state"), actual, expected):
+      for name, a, e in zip(
+          ("out", "final_state"), actual, expected, strict=True
+      ):
         testing.assert_close(a, e, "float64 oracle, fp32", name)
 
   def test_decode_is_the_float64_recurrence(self):
@@ -60,7 +62,10 @@ def _slope(inputs, cotangents, name, direction, step=1e-5):
   def loss(amount):
     x = np.asarray(inputs[name], np.float64) + amount * direction
     outputs = oracle.fused_kda(**(inputs | {name: x}))
-    return sum(np.sum(np.float64(c) * o) for c, o in zip(cotangents, outputs))
+    return sum(
+        np.sum(np.float64(c) * o)
+        for c, o in zip(cotangents, outputs, strict=True)
+    )
 
   return (loss(step) - loss(-step)) / (2 * step)
 

@@ -21,6 +21,7 @@ def _ids(*runs):
 # 63 and 65; boundaries inside a chunk, a tile and at a chunk's edge; an id
 # that comes back; padding before, inside and after a segment.
 _LAYOUTS = {
+    "one": _ids((5, 130)),
     "63 and 65": _ids((1, 63), (2, 65)),
     "short": _ids((7, 1), (2, 20), (7, 43), (3, 3), (1, 63)),
     "padding": _ids((0, 5), (4, 30), (0, 40), (4, 9), (0, 1), (2, 20)),
@@ -41,7 +42,7 @@ class SegmentsTest(parameterized.TestCase):
     cotangents = cases.cotangents(inputs)
     outputs, grads = _run(inputs, cotangents, ids)
     expected, expected_grads = _run(inputs, cotangents, ids, "reference")
-    for a, e in zip(outputs, expected):
+    for a, e in zip(outputs, expected, strict=True):
       testing.assert_close(a, e, "fp32")
     for name, e in expected_grads.items():
       testing.assert_close(grads[name], e, "fp32 gradient", name)
@@ -60,9 +61,8 @@ class SegmentsTest(parameterized.TestCase):
         for name, x in inputs.items()
     }
     moved["initial_state"] = jnp.zeros_like(inputs["initial_state"])
-    (second, last), _ = _run(
-        moved, cotangents, np.roll(ids, -63) * (ids != 0), implementation
-    )
+    alone = np.roll(np.where(ids == 2, 2, 0), -63).astype(np.int32)
+    (second, last), _ = _run(moved, cotangents, alone, implementation)
     testing.assert_close(out[:, 63:128], second[:, :65], "fp32")
     testing.assert_close(state, last, "fp32")
 
@@ -102,7 +102,7 @@ class SegmentsTest(parameterized.TestCase):
     outputs, grads = _run(
         bad, (poison(cotangents[0]), cotangents[1]), ids, implementation
     )
-    for a, e in zip(outputs, expected):
+    for a, e in zip(outputs, expected, strict=True):
       testing.assert_same(a, e)
     for name, e in expected_grads.items():
       testing.assert_same(grads[name], e, name)
