@@ -14,10 +14,12 @@ _FOLDER = pathlib.Path(__file__).parent.parent / "notebooks"
 
 class NotebooksTest(parameterized.TestCase):
 
-  @parameterized.parameters(*sorted(p.name for p in _FOLDER.glob("*.ipynb")))
+  @parameterized.parameters(
+      *[(path.name,) for path in sorted(_FOLDER.glob("*.ipynb"))]
+  )
   def test_runs(self, name):
     notebook = nbformat.read(_FOLDER / name, as_version=4)
-    with mock.patch.dict(os.environ, FAST="1", MPLBACKEND="agg"):
+    with mock.patch.dict(os.environ, FAST="1"):
       client = nbclient.NotebookClient(
           notebook, timeout=600, resources={"metadata": {"path": str(_FOLDER)}}
       )
