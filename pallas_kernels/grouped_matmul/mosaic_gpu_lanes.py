@@ -1,4 +1,4 @@
-"""Launch parameters and the store that Pallas has no word for."""
+"""Launch parameters, and the two stores that Pallas has no word for."""
 
 from jax import lax
 from jax import numpy as jnp
@@ -130,6 +130,60 @@ def write_rows(
         )
 
   write(stage, out, first, begin, end, column)
+
+
+def zero_rows(ref, low, high, *, interpret: bool) -> None:
+  """Zeroes the rows of a swizzled [64, W] tile outside [low, high).
+
+  The swizzle permutes within a row's 128 bytes, so whole rows need not know
+  it. Callers make the writes visible with `commit_smem`.
+  """
+  num_rows, width = ref.shape
+  if interpret:
+    rows = lax.broadcasted_iota(jnp.int32, ref.shape, 0)
+    ref[...] = jnp.where((rows >= low) & (rows < high), ref[...], 0)
+    return
+  threads_per_row = width // _VECTOR
+  rows_at_once = 128 // threads_per_row
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TILED), *[_SCALAR] * 2))
+  def zero(_, ref, *scalars):
+    low, high = (s.registers.item() for s in scalars)
+    i32 = ir.IntegerType.get_signless(32)
+    const = lambda value: arith.constant(i32, value)
+    compare = lambda kind, a, b: arith.cmpi(
+        getattr(arith.CmpIPredicate, kind), a, b
+    )
+    slab, block, line, _ = ir.MemRefType(ref.type).get_strides_and_offset()[0]
+    thread = arith.remui(mgpu_utils.thread_idx(), const(128))
+    piece = arith.remui(thread, const(threads_per_row))
+    first = arith.divui(thread, const(threads_per_row))
+    column = arith.addi(
+        arith.muli(arith.divui(piece, const(8)), const(block)),
+        arith.muli(arith.remui(piece, const(8)), const(_VECTOR)),
+    )
+    word = ir.VectorType.get((4,), i32)
+    zeros = arith.constant(
+        word, ir.DenseElementsAttr.get_splat(word, ir.IntegerAttr.get(i32, 0))
+    )
+    target = mgpu_utils.memref_ptr(ref)
+    for r in range(0, num_rows, rows_at_once):
+      row = arith.addi(first, const(r))
+      offset = arith.addi(
+          column,
+          arith.addi(
+              arith.muli(arith.divui(row, const(8)), const(slab)),
+              arith.muli(arith.remui(row, const(8)), const(line)),
+          ),
+      )
+      outside = arith.ori(compare("slt", row, low), compare("sge", row, high))
+      with mgpu.when(outside):
+        pointer = mgpu_utils.getelementptr(
+            target, [offset], ir.IntegerType.get_signless(16)
+        )
+        llvm.store(zeros, pointer, alignment=16)
+
+  zero(ref, low, high)
 
 
 def _write_rows_twin(stage, out, first, begin, end, column):

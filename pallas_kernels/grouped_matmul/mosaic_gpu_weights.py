@@ -7,6 +7,8 @@ that not even a NaN of a neighbour gets in. Two blocks of a cluster share the
 lhs rows. A group without rows writes zeros.
 """
 
+import functools
+
 import jax
 from jax import lax
 from jax import numpy as jnp
@@ -56,25 +58,31 @@ def outer_products(
     rounds = lax.div(items - cluster + plan.clusters - 1, plan.clusters)
 
     def place(n):
+      """The n-th item's group and this block's tile of its gradient."""
       item = n * plan.clusters + cluster
       owner = lax.div(item, per_group)
       rest = item - owner * per_group
       column = lax.div(rest, row_tiles)
       row = (rest - column * row_tiles) * block_rows
-      begin, end = limits_gm[owner, 0], limits_gm[owner, 1]
+      return owner, row, (column * plan.cluster + half) * width
+
+    def limits_of(n):
+      """The n-th item's rows; any group's past the last item."""
+      owner = lax.min(place(n)[0], jnp.int32(num_groups - 1))
+      return limits_gm[owner, 0], limits_gm[owner, 1]
+
+    def chunks_of(begin, end):
       start = lax.div(begin, schedule.ALIGNMENT) * schedule.ALIGNMENT
-      chunks = jnp.where(
-          end > begin, lax.div(end - start + CHUNK - 1, CHUNK), 0
-      )
-      column = (column * plan.cluster + half) * width
-      return owner, row, column, start, begin, end, chunks
+      chunks = lax.div(end - start + CHUNK - 1, CHUNK)
+      return start, jnp.where(end > begin, chunks, 0)
 
     @pl.when(warpgroup == WARPGROUPS)
     def _fetch():
       plgpu.set_max_registers(_FETCH_REGISTERS, action="decrease")
 
       def fetch_item(n, done):
-        _, row, column, start, _, _, chunks = place(n)
+        _, row, column = place(n)
+        start, chunks = chunks_of(*limits_of(n))
 
         def one(k, _):
           slot = lax.rem(done + k, stages)
@@ -108,8 +116,11 @@ def outer_products(
     def _compute():
       plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
 
-      def compute_item(n, done):
-        owner, row, column, start, begin, end, chunks = place(n)
+      def compute_item(n, carry):
+        done, begin, end = carry
+        following = limits_of(n + 1)  # a read of global memory: early
+        owner, row, column = place(n)
+        start, chunks = chunks_of(begin, end)
 
         def product(acc):
           def one(k, _):
@@ -152,23 +163,23 @@ def outer_products(
         plgpu.copy_smem_to_gmem(
             stage, out_gm.at[owner, here, pl.ds(column, width)]
         )
-        return done + chunks
+        return done + chunks, *following
 
       def mask_rows(slot, low, high):
         """Zeroes rows outside [low, high): own lhs, half of d_out."""
-        mine = smem["lhs_in"].at[slot, warpgroup]
-        for i in range(0, size, 64):
-          _keep(mine.at[:, pl.ds(i, 64)], low, high)
-        shared = smem["d_out_in"].at[slot]
-        for i in range(0, width, 64):
-          pl.when(warpgroup == i // 64 % WARPGROUPS)(
-              lambda i=i: _keep(shared.at[:, pl.ds(i, 64)], low, high)
-          )
+        zero = functools.partial(
+            lanes.zero_rows, interpret=plan.interpret is not None
+        )
+        zero(smem["lhs_in"].at[slot, warpgroup], low, high)
+        share = width // WARPGROUPS
+        for i in range(WARPGROUPS):
+          part = smem["d_out_in"].at[slot, :, pl.ds(i * share, share)]
+          pl.when(warpgroup == i)(lambda part=part: zero(part, low, high))
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem["masked"])
         plgpu.barrier_wait(smem["masked"])
 
-      lax.fori_loop(0, rounds, compute_item, 0)
+      lax.fori_loop(0, rounds, compute_item, (0, *limits_of(0)))
       plgpu.wait_smem_to_gmem(0)
 
   consumed = (
@@ -201,13 +212,3 @@ def outer_products(
       **lanes.launch(plan, "grouped_matmul_d_rhs", WARPGROUPS + 1),
   )
   return kernel(lhs, d_out, limits)
-
-
-def _keep(ref, low, high):
-  """Zeroes the rows of a [64, 64] tile outside [low, high)."""
-  rows = plgpu.broadcasted_iota(
-      jnp.int32, ref.shape, 0, layout=plgpu.Layout.WGMMA
-  )
-  x = plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
-  inside = (rows >= low) & (rows < high)
-  ref[...] = jnp.where(inside, x, jnp.zeros((), x.dtype))

@@ -18,7 +18,7 @@ from tests import testing
 _PLAN = mosaic_gpu.Plan(
     heights=(16, 32),
     slice=64,
-    width=64,
+    width=128,
     row_stages=2,
     weight_stages=2,
     cluster=1,
