@@ -11,6 +11,7 @@ products. "fwd+bwd" returns the output and both gradients.
 import concurrent.futures
 import contextlib
 import fcntl
+import functools
 import time
 
 from absl import app
@@ -147,7 +148,7 @@ def _measure_loads(label, compiled, lhs, rhs, d_out):
     sizes = jnp.asarray(group_sizes(load, num_rows, num_groups))
     _check_some(compiled["fwd+bwd"], lhs, rhs, sizes, d_out)
     for name, function in compiled.items():
-      run = lambda function=function: function(lhs, rhs, sizes, d_out)
+      run = functools.partial(function, lhs, rhs, sizes, d_out)
       flops = 2.0 * num_rows * width_in * width_out
       products = {"fwd+bwd": 3, "schedule": 0}.get(name, 1)
       _report(

@@ -1,6 +1,8 @@
 """Implementation names, their order of trial, and what the device is."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import TypeVar
 
 import jax

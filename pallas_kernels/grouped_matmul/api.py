@@ -3,10 +3,14 @@
 import functools
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
+from jaxtyping import Float
+from jaxtyping import Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.grouped_matmul import mosaic_gpu, reference, xla
+from pallas_kernels.grouped_matmul import mosaic_gpu
+from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.grouped_matmul import xla
 
 # Best first; each raises NotImplementedError where it cannot serve.
 _IMPLEMENTATIONS = {

@@ -24,7 +24,7 @@ def grouped_matmul(
     rhs: jax.Array,
     group_sizes: jax.Array,
     *,
-    plan: Plan = Plan(),
+    plan: Plan = Plan(),  # noqa: B008  (frozen)
 ) -> jax.Array:
   """`api.grouped_matmul`, its checks done; lhs and rhs in bf16.
 
@@ -79,9 +79,7 @@ def _forward(plan, lhs, rhs, group_sizes):
 def _backward(plan, residuals, d_out):
   lhs, rhs, group_sizes = residuals
   tiles = schedule.row_tiles(group_sizes, lhs.shape[0], plan.heights)
-  d_lhs = rows_lib.rows_times_matrices(
-      plan, d_out, rhs, tiles, transpose=True
-  )
+  d_lhs = rows_lib.rows_times_matrices(plan, d_out, rhs, tiles, transpose=True)
   d_rhs = weights_lib.outer_products(plan, lhs, d_out, group_sizes)
   return d_lhs, d_rhs, None
 

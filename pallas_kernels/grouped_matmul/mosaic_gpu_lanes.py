@@ -7,7 +7,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import llvm
 
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _VECTOR = 8  # elements of 2 bytes in one access of a thread
@@ -115,9 +116,10 @@ def write_rows(
     for slab, value in enumerate(values):
       here = arith.addi(row, const(slab * 8))
       mine = arith.andi(
-          inside, arith.andi(below(here, end), arith.cmpi(
-              arith.CmpIPredicate.sge, here, begin
-          ))
+          inside,
+          arith.andi(
+              below(here, end), arith.cmpi(arith.CmpIPredicate.sge, here, begin)
+          ),
       )
       index = arith.addi(
           arith.muli(wide(here), arith.constant(i64, columns)), wide(column)

@@ -180,7 +180,12 @@ def rows_times_matrices(
           )
           plgpu.commit_smem()
           lanes.write_rows(
-              stage, out_gm, start + first, begin, end, column,
+              stage,
+              out_gm,
+              start + first,
+              begin,
+              end,
+              column,
               interpret=plan.interpret is not None,
           )
 

@@ -199,9 +199,7 @@ def outer_products(
           lhs_in=plgpu.SMEM(
               (stages, WARPGROUPS, CHUNK, size), dtype, transforms=tiled
           ),
-          d_out_in=plgpu.SMEM(
-              (stages, CHUNK, width), dtype, transforms=tiled
-          ),
+          d_out_in=plgpu.SMEM((stages, CHUNK, width), dtype, transforms=tiled),
           out=plgpu.SMEM((WARPGROUPS, size, width), dtype, transforms=tiled),
           loaded=plgpu.Barrier(
               num_arrivals=1 + WARPGROUPS, num_barriers=stages

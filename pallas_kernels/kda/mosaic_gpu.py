@@ -13,7 +13,9 @@ import functools
 import jax
 from jax import numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
+from jaxtyping import Float
+from jaxtyping import Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.kda import mosaic_gpu_gradient as gradient_lib
@@ -59,8 +61,19 @@ def fused_kda(
   bias = slope[:, None] * dt_bias.astype(jnp.float32)
   beta = jax.nn.sigmoid(beta_logits.astype(jnp.float32))
   return _run(
-      True, scale, lower_bound, interpret, q, k, v, z, beta, slope, bias,
-      initial_state, segment_ids,
+      True,
+      scale,
+      lower_bound,
+      interpret,
+      q,
+      k,
+      v,
+      z,
+      beta,
+      slope,
+      bias,
+      initial_state,
+      segment_ids,
   )
 
 
@@ -88,8 +101,18 @@ def chunk_kda(
   value_heads, width = g.shape[2:]
   unused = jnp.zeros((value_heads,)), jnp.zeros((value_heads, width))
   return _run(
-      False, scale, LOWEST_BOUND, interpret, q, k, v, g,
-      beta.astype(jnp.float32), *unused, initial_state, segment_ids,
+      False,
+      scale,
+      LOWEST_BOUND,
+      interpret,
+      q,
+      k,
+      v,
+      g,
+      beta.astype(jnp.float32),
+      *unused,
+      initial_state,
+      segment_ids,
   )
 
 
@@ -118,15 +141,31 @@ def _on_hopper() -> bool:
   return any(name in kind for name in ("H100", "H200", "H800", "H20"))
 
 
-def _run(raw, scale, lower_bound, interpret, q, k, v, z, beta, slope, bias,
-         initial_state, segment_ids):
+def _run(
+    raw,
+    scale,
+    lower_bound,
+    interpret,
+    q,
+    k,
+    v,
+    z,
+    beta,
+    slope,
+    bias,
+    initial_state,
+    segment_ids,
+):
   batch, tokens, _, width = q.shape
   value_heads, values = v.shape[2:]
   padded = -(-tokens // CHUNK) * CHUNK
   masked = segment_ids is not None or padded != tokens
   plan = prep_lib.Plan(
-      raw=raw, scale=float(scale), lower_bound=float(lower_bound),
-      masked=masked, interpret=interpret,
+      raw=raw,
+      scale=float(scale),
+      lower_bound=float(lower_bound),
+      masked=masked,
+      interpret=interpret,
       pairs=1 if interpret is not None else 2,
   )
   runs = flags = None

@@ -144,8 +144,23 @@ def gradient(plan: Plan, q, k, z, beta, slope, bias, runs, flags, saved):
   return kernel(*operands)
 
 
-def _body(plan, heads_per_query, q_gm, k_gm, z_gm, beta_gm, slope_gm, bias_gm,
-          states_gm, ds_gm, v_new_gm, dv_gm, do_gm, *rest, **s):
+def _body(
+    plan,
+    heads_per_query,
+    q_gm,
+    k_gm,
+    z_gm,
+    beta_gm,
+    slope_gm,
+    bias_gm,
+    states_gm,
+    ds_gm,
+    v_new_gm,
+    dv_gm,
+    do_gm,
+    *rest,
+    **s
+):
   masked_inputs, outputs = rest[:-5], rest[-5:]
   dq_gm, dk_gm, dz_gm, dbeta_gm, sums_gm = outputs
   role = lax.axis_index("warpgroup")
@@ -235,9 +250,7 @@ def _body(plan, heads_per_query, q_gm, k_gm, z_gm, beta_gm, slope_gm, bias_gm,
       plgpu.copy_smem_to_gmem(s["q_tile"], dq_gm.at[b, rows, head])
       plgpu.copy_smem_to_gmem(s["k_tile"], dk_gm.at[b, rows, head])
       plgpu.copy_smem_to_gmem(s["z_tile"], dz_gm.at[b, rows, head])
-      plgpu.copy_smem_to_gmem(
-          s["rows"].at[_DBETA], dbeta_gm.at[b, head, rows]
-      )
+      plgpu.copy_smem_to_gmem(s["rows"].at[_DBETA], dbeta_gm.at[b, head, rows])
       plgpu.copy_smem_to_gmem(s["sums"], sums_gm.at[at])
       plgpu.wait_smem_to_gmem(0)
 
@@ -288,8 +301,10 @@ def _state_dots(lanes, s):
   for first in range(0, s["state"].shape[0], CHUNK):
     window = pl.ds(first, CHUNK)
     products = {
-        r: lanes.load_tile(s["state"].at[window], r).astype(jnp.float32)
-        * lanes.load_tile(s["ds"].at[window], r).astype(jnp.float32)
+        r: (
+            lanes.load_tile(s["state"].at[window], r).astype(jnp.float32)
+            * lanes.load_tile(s["ds"].at[window], r).astype(jnp.float32)
+        )
         for r in lanes.rows
     }
     _, dots = lanes.running_sums(products)

@@ -13,14 +13,18 @@ The twins handle the 16 rows at once, as arrays of [4 warps, 16 rows, K / 2].
 import dataclasses
 
 import jax
-import numpy as np
 from jax import lax
 from jax import numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, math, nvvm, vector
+from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import math
+from jaxlib.mlir.dialects import nvvm
+from jaxlib.mlir.dialects import vector
+import numpy as np
 
 ROWS = 16  # rows of a warp
 SWIZZLE = 128
@@ -219,9 +223,7 @@ class Lanes:
 
   def _load(self, ref, index, transforms, scalar=False):
     half = self._static_half
-    struct = plgpu.ShapeDtypeStruct(
-        (self.size,), ref.dtype, layout=self.layout
-    )
+    struct = plgpu.ShapeDtypeStruct((self.size,), ref.dtype, layout=self.layout)
 
     @plgpu.inline_mgpu(
         arg_types=(_THREAD, plgpu.RefType(transforms)), return_type=struct
@@ -276,9 +278,7 @@ def opaque_thread() -> jax.Array:
   return read()
 
 
-def tile_indices(
-    columns: int, interpret: bool
-) -> tuple[jax.Array, jax.Array]:
+def tile_indices(columns: int, interpret: bool) -> tuple[jax.Array, jax.Array]:
   """Row and column numbers of a [64, columns] array in the wgmma layout."""
   shape = (64, columns)
   if interpret:
@@ -311,10 +311,7 @@ def tile_indices(
         flat_rows[tile, h] = vector.broadcast(kind, row)
         flat_cols[tile, h] = vector.from_elements(
             kind,
-            [
-                arith.addi(first_column, constant(8 * tile + i))
-                for i in (0, 1)
-            ],
+            [arith.addi(first_column, constant(8 * tile + i)) for i in (0, 1)],
         )
     make = lambda r: mgpu.FragmentedArray(
         _registers=r, _layout=mgpu_layout, _is_signed=True

@@ -183,8 +183,9 @@ class _Walk:
     return lax.div(index, self.chunks), lax.rem(index, self.chunks), head
 
 
-def _prep_body(plan, walk, q_gm, k_gm, z_gm, beta_gm, slope_gm, bias_gm, *rest,
-               **scratch):
+def _prep_body(
+    plan, walk, q_gm, k_gm, z_gm, beta_gm, slope_gm, bias_gm, *rest, **scratch
+):
   masked_inputs, outputs = rest[:-6], rest[-6:]
   nkgam_gm, qg_gm, kg_gm, aqk_gm, mb_gm, gam_gm = outputs
   warpgroup = lax.axis_index("warpgroup")
@@ -219,12 +220,8 @@ def _prep_body(plan, walk, q_gm, k_gm, z_gm, beta_gm, slope_gm, bias_gm, *rest,
 
   def load_z(i, s):
     b, _, head, rows = rows_of(i)
-    plgpu.copy_gmem_to_smem(
-        z_gm.at[b, rows, head], s["z_tile"], s["z_ready"]
-    )
-    plgpu.copy_gmem_to_smem(
-        bias_gm.at[head], s["channels"].at[0], s["z_ready"]
-    )
+    plgpu.copy_gmem_to_smem(z_gm.at[b, rows, head], s["z_tile"], s["z_ready"])
+    plgpu.copy_gmem_to_smem(bias_gm.at[head], s["channels"].at[0], s["z_ready"])
 
   def load_qk(i, s):
     b, _, head, rows = rows_of(i)
@@ -232,9 +229,7 @@ def _prep_body(plan, walk, q_gm, k_gm, z_gm, beta_gm, slope_gm, bias_gm, *rest,
     for gm, tile in ((q_gm, s["q_tile"]), (k_gm, s["k_tile"])):
       plgpu.copy_gmem_to_smem(gm.at[b, rows, source], tile, s["qk_ready"])
     for j, gm in enumerate(masked_inputs):
-      plgpu.copy_gmem_to_smem(
-          gm.at[b, rows], s["masks"].at[j], s["qk_ready"]
-      )
+      plgpu.copy_gmem_to_smem(gm.at[b, rows], s["masks"].at[j], s["qk_ready"])
 
   def load_beta(i, s):
     b, _, head, rows = rows_of(i)

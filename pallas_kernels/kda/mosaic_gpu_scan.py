@@ -14,7 +14,6 @@ tiles that `mosaic_gpu_prep` made.
             dS^T <- dS^T gam + do^T qg - dr^T kgam
 """
 
-
 import jax
 from jax import lax
 from jax import numpy as jnp
@@ -67,7 +66,14 @@ def scan(plan: Plan, tiles, v, initial, flags, *, output: bool):
     ]
   step = _output_step if output else _state_step
   return _walk(
-      plan, inputs, v, initial, flags, out_type, step, reverse=False,
+      plan,
+      inputs,
+      v,
+      initial,
+      flags,
+      out_type,
+      step,
+      reverse=False,
       name="kda_scan" if output else "kda_states",
   )
 
@@ -98,7 +104,14 @@ def reverse_scan(plan: Plan, tiles, do, final, flags):
       jax.ShapeDtypeStruct(final.shape, jnp.float32),
   ]
   return _walk(
-      plan, inputs, do, final, flags, out_type, _reverse_step, reverse=True,
+      plan,
+      inputs,
+      do,
+      final,
+      flags,
+      out_type,
+      _reverse_step,
+      reverse=True,
       name="kda_reverse",
   )
 
@@ -118,9 +131,11 @@ def _walk(plan, inputs, x, initial, flags, out_type, step, *, reverse, name):
 
   shapes = {key: array.shape[3:] for key, array in inputs.items()}
   scratch = {
-      f"{key}_in": staged(shapes[key], array.dtype, tiled)
-      if array.ndim == 5
-      else staged(shapes[key], array.dtype)
+      f"{key}_in": (
+          staged(shapes[key], array.dtype, tiled)
+          if array.ndim == 5
+          else staged(shapes[key], array.dtype)
+      )
       for key, array in inputs.items()
   }
   scratch["x_in"] = staged((groups, CHUNK, SLICE), jnp.bfloat16, tiled)
@@ -167,7 +182,9 @@ def _walk(plan, inputs, x, initial, flags, out_type, step, *, reverse, name):
 
         for key in inputs:
           plgpu.copy_gmem_to_smem(
-              operands[key].at[b, head, chunk], smem[f"{key}_in"].at[slot], ready
+              operands[key].at[b, head, chunk],
+              smem[f"{key}_in"].at[slot],
+              ready,
           )
         rows = pl.ds(chunk * CHUNK, CHUNK)
         for i in range(groups):
@@ -199,8 +216,17 @@ def _walk(plan, inputs, x, initial, flags, out_type, step, *, reverse, name):
         slot, chunk = lax.rem(n, STAGES), chunk_of(n)
         plgpu.barrier_wait(smem["loaded"].at[slot])
         here = _Here(
-            plan, smem, slot, lax.rem(n, 2), group, interpret, b, head, chunk,
-            columns, outputs,
+            plan,
+            smem,
+            slot,
+            lax.rem(n, 2),
+            group,
+            interpret,
+            b,
+            head,
+            chunk,
+            columns,
+            outputs,
         )
         state = step(here, state)
         plgpu.barrier_arrive(smem["consumed"].at[slot])
@@ -236,8 +262,20 @@ def _walk(plan, inputs, x, initial, flags, out_type, step, *, reverse, name):
 class _Here:
   """One step's view of shared memory and of the outputs."""
 
-  def __init__(self, plan, smem, slot, parity, group, interpret, b, head,
-               chunk, columns, outputs):
+  def __init__(
+      self,
+      plan,
+      smem,
+      slot,
+      parity,
+      group,
+      interpret,
+      b,
+      head,
+      chunk,
+      columns,
+      outputs,
+  ):
     self.plan, self.smem, self.slot, self.parity = plan, smem, slot, parity
     self.group, self.interpret, self.outputs = group, interpret, outputs
     self.b, self.head, self.chunk, self.columns = b, head, chunk, columns
@@ -249,9 +287,7 @@ class _Here:
   def x(self):
     """This slice of x^T, [64 channels, 64 rows], zero on padding rows."""
     ref = self.smem["x_in"].at[self.slot, self.group].transpose((1, 0))
-    x = plgpu.load(
-        ref, layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False
-    )
+    x = plgpu.load(ref, layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False)
     x = plgpu.layout_cast(x, plgpu.Layout.WGMMA)
     return self._where_valid(x)
 
@@ -332,9 +368,7 @@ def _output_step(here, state):
     after = here.accumulator(after, decayed)
     rest.add(rounded, here.tile("nkgam", True))
     out.add(rounded, here.tile("qg", True))
-    new.add(
-        rest.read(wait_n=1).astype(jnp.bfloat16), here.tile("mb", True)
-    )
+    new.add(rest.read(wait_n=1).astype(jnp.bfloat16), here.tile("mb", True))
     v_new = new.read().astype(jnp.bfloat16)
     out.add(v_new, here.tile("aqk", True))
     after.add(v_new, here.tile("kg"))
@@ -394,9 +428,7 @@ def _reverse_step(here, state):
     new.add(rounded, here.tile("kg", True))
     new.add(dot, here.tile("aqk"))
     before.add(dot, here.tile("qg"))
-    rest.add(
-        new.read(wait_n=1).astype(jnp.bfloat16), here.tile("mb")
-    )
+    rest.add(new.read(wait_n=1).astype(jnp.bfloat16), here.tile("mb"))
     dr = rest.read().astype(jnp.bfloat16)
     before.add(dr, here.tile("nkgam"))
     return dr, before.read()

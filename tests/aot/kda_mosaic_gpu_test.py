@@ -54,7 +54,11 @@ class KdaResourcesTest(absltest.TestCase):
 
     bf16, fp32 = struct(shape, jnp.bfloat16), struct(shape, jnp.float32)
     _, kernels = aot.kernel_resources(
-        forward_and_backward, bf16, bf16, bf16, fp32,
+        forward_and_backward,
+        bf16,
+        bf16,
+        bf16,
+        fp32,
         struct(shape[:3], jnp.float32),
     )
     self.check(kernels, _BACKWARD)
@@ -65,7 +69,12 @@ class KdaResourcesTest(absltest.TestCase):
 
     def forward(q, k, v, g, beta, segment_ids):
       return api.chunk_kda(
-          q, k, v, g, beta, segment_ids=segment_ids,
+          q,
+          k,
+          v,
+          g,
+          beta,
+          segment_ids=segment_ids,
           implementation="mosaic_gpu",
       )
 

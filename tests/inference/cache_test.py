@@ -67,7 +67,9 @@ class CacheTest(parameterized.TestCase):
       index = start + np.arange(8)
       valid = index[None] < lengths[:, None]
       chunk = np.where(valid, tokens[:, index], 0)
-      out = small_model.apply(config, chunk, valid.astype(np.int32), cache=cache)
+      out = small_model.apply(
+          config, chunk, valid.astype(np.int32), cache=cache
+      )
       cache = out.cache
       for row in range(2):
         testing.assert_close(

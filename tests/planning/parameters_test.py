@@ -32,9 +32,7 @@ class CountParametersTest(parameterized.TestCase):
     )
     params = variables["params"]
     count = planning.count_parameters(config)
-    self.assertEqual(
-        count.total + count.vision + count.projector, size(params)
-    )
+    self.assertEqual(count.total + count.vision + count.projector, size(params))
     self.assertEqual(count.embedding, size(params["token_embedding"]))
     if config.vision is not None:
       self.assertEqual(count.projector, size(params["vision"]["projector"]))

@@ -1,6 +1,7 @@
 """Attention residuals: against float64, two phases, and what must not change."""
 
-from absl.testing import absltest, parameterized
+from absl.testing import absltest
+from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -3,7 +3,8 @@
 import functools
 import math
 
-from absl.testing import absltest, parameterized
+from absl.testing import absltest
+from absl.testing import parameterized
 import jax
 from jax.extend import core as extend_core
 import jax.numpy as jnp

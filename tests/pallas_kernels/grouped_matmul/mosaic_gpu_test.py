@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 
-from absl.testing import absltest, parameterized
+from absl.testing import absltest
+from absl.testing import parameterized
 import jax
 from jax import numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu

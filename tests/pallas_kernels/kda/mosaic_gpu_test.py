@@ -46,9 +46,7 @@ class MosaicGpuTest(parameterized.TestCase):
     x = _inputs(tokens, 1, 2)
     ids = np.ones((1, tokens), np.int32)
     ids[:, :2], ids[:, 20:63], ids[:, 70:73] = 0, 2, 0  # (63, ...) and padding
-    options = dict(
-        lower_bound=-5.0, scale=0.125, segment_ids=jnp.asarray(ids)
-    )
+    options = dict(lower_bound=-5.0, scale=0.125, segment_ids=jnp.asarray(ids))
     cotangents = (
         jax.random.normal(jax.random.key(1), x[2].shape).astype(jnp.bfloat16),
         0.3 * jax.random.normal(jax.random.key(2), x[7].shape),
@@ -56,7 +54,9 @@ class MosaicGpuTest(parameterized.TestCase):
 
     def kernel(*x):
       return mosaic_gpu.fused_kda(
-          *x[:7], initial_state=x[7], interpret=plgpu.InterpretGPUParams(),
+          *x[:7],
+          initial_state=x[7],
+          interpret=plgpu.InterpretGPUParams(),
           **options,
       )
 
@@ -75,7 +75,10 @@ class MosaicGpuTest(parameterized.TestCase):
   def test_no_two_threads_race_for_memory(self):
     x = _inputs(64, 1, 1)
     out, _ = mosaic_gpu.fused_kda(
-        *x[:7], lower_bound=-5.0, scale=0.125, initial_state=None,
+        *x[:7],
+        lower_bound=-5.0,
+        scale=0.125,
+        initial_state=None,
         segment_ids=None,
         interpret=plgpu.InterpretGPUParams(detect_races=True),
     )
@@ -90,16 +93,27 @@ class MosaicGpuTest(parameterized.TestCase):
     x = _inputs(**(dict(tokens=8, heads=1, value_heads=1) | change))
     with self.assertRaisesRegex(NotImplementedError, reason):
       mosaic_gpu.fused_kda(
-          *x[:7], lower_bound=bound, scale=1.0, initial_state=None,
-          segment_ids=None, interpret=plgpu.InterpretGPUParams(),
+          *x[:7],
+          lower_bound=bound,
+          scale=1.0,
+          initial_state=None,
+          segment_ids=None,
+          interpret=plgpu.InterpretGPUParams(),
       )
 
   def test_float32_queries_are_left_to_the_chunked_form(self):
     q, k, v, z, beta, *_ = _inputs(8, 1, 1)
     with self.assertRaisesRegex(NotImplementedError, "bfloat16"):
       mosaic_gpu.chunk_kda(
-          q.astype(jnp.float32), k, v, z, beta, scale=1.0, initial_state=None,
-          segment_ids=None, interpret=plgpu.InterpretGPUParams(),
+          q.astype(jnp.float32),
+          k,
+          v,
+          z,
+          beta,
+          scale=1.0,
+          initial_state=None,
+          segment_ids=None,
+          interpret=plgpu.InterpretGPUParams(),
       )
 
 
