@@ -34,7 +34,7 @@ def get_config():
           ),
           train=config_lib.TrainConfig(
               stages=(
-                  stage(256, 10, 210),
+                  stage(256, 10, 240),
                   stage(512, 5, 24),
                   stage(1024, 5, 8),
                   stage(2048, 5, 4),
