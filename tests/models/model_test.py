@@ -239,7 +239,8 @@ class StatsTest(absltest.TestCase):
     tokens = small_model.tokens(2, LENGTH)
     segments = np.ones_like(tokens)
     segments[1, 10:] = 0
-    _, stats = small_model.apply_with_stats(small_model.BASE, tokens, segments)
+    config = small_model.config(num_layers=2)
+    _, stats = small_model.apply_with_stats(config, tokens, segments)
     decoder = stats["router_stats"]["decoder"]
     state = small_model.variables(config)["router_state"]["decoder"]
     self.assertEqual(set(decoder), set(state))
