@@ -8,6 +8,7 @@ One line per measurement: shape, load, what, milliseconds (median of 5 runs of
 products. "fwd+bwd" returns the output and both gradients.
 """
 
+import ast
 import concurrent.futures
 import contextlib
 import fcntl
@@ -62,7 +63,7 @@ def main(argv):
     raise app.UsageError(f"unknown arguments {argv[1:]}")
   device = jax.devices()[0]
   print(f"# {device.device_kind}, jax {jax.__version__}", flush=True)
-  plans = [mosaic_gpu.Plan(**eval(text)) for text in _PLANS.value]  # pylint: disable=eval-used
+  plans = [mosaic_gpu.Plan(**ast.literal_eval(text)) for text in _PLANS.value]
   if _CHECK.value:
     for text, plan in zip(_PLANS.value, plans):
       print(f"# plan {text}", flush=True)
