@@ -38,11 +38,6 @@ class TrainTest(parameterized.TestCase):
     gradient_step = tiny_run.jit(step_lib.make_gradient_step(cls.config))
     cls.sums = [gradient_step(cls.state, batch) for batch in cls.batches]
 
-  def _sharded_state(self, mesh):
-    return jax.device_put(
-        self.state, state_lib.state_shardings(self.config, mesh)
-    )
-
   def _bias(self, sums):
     router_state = router.update(
         jax.device_get(self.state.router_state),
@@ -59,7 +54,9 @@ class TrainTest(parameterized.TestCase):
   )
   def test_gradients_and_bias_are_those_of_one_device(self, sizes):
     mesh = _mesh(**sizes)
-    state = self._sharded_state(mesh)
+    state = jax.device_put(
+        self.state, state_lib.state_shardings(self.config, mesh)
+    )
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules.LOGICAL_RULES):
       gradient_step = tiny_run.jit(step_lib.make_gradient_step(self.config))
       actual = [
@@ -86,29 +83,40 @@ class TrainTest(parameterized.TestCase):
           self._bias(sums), self._bias(expected), f"batch {index}"
       )
 
+
+class RestoreTest(absltest.TestCase):
+
   def test_a_state_saved_by_eight_devices_is_restored_by_one(self):
     workdir = pathlib.Path(self.create_tempdir().full_path)
-    mesh = _mesh(data=2, fsdp=2, tensor=2)
-    with checkpoint.CheckpointManager(workdir, self.config) as manager:
+    config = tiny_run.text_config()
+    abstract = jax.eval_shape(lambda: training.init_state(config))
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(
+        lambda leaf: rng.normal(size=leaf.shape).astype(leaf.dtype), abstract
+    )
+    eight, one = (
+        state_lib.state_shardings(config, mesh)
+        for mesh in (_mesh(data=2, fsdp=2, tensor=2), _mesh(1))
+    )
+    with checkpoint.CheckpointManager(workdir, config) as manager:
       manager.save(
           1,
-          self._sharded_state(mesh),
-          pipeline.make_train_iterator(self.config, 0),
+          jax.device_put(state, eight),
+          pipeline.make_train_iterator(config, 0),
           force=True,
       )
-    alone = _mesh(1)
     abstract = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=sharding
         ),
-        jax.eval_shape(lambda: training.init_state(self.config)),
-        state_lib.state_shardings(self.config, alone),
+        abstract,
+        one,
     )
-    with checkpoint.CheckpointManager(workdir, self.config) as manager:
+    with checkpoint.CheckpointManager(workdir, config) as manager:
       restored = manager.start(abstract, self.fail).state
     for leaf in jax.tree.leaves(restored):
       self.assertLen(leaf.devices(), 1)
-    jax.tree.map(testing.assert_same, restored, self.state)
+    jax.tree.map(testing.assert_same, restored, state)
 
 
 if __name__ == "__main__":
