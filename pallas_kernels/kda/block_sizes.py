@@ -3,7 +3,7 @@
 _MEBI = 2**20
 # Elements of one chunk-local array. It bounds the memory that does not grow
 # with T: a CPU's caches like it small, a GPU or TPU needs it large.
-_GROUP_ELEMENTS = {"cpu": _MEBI // 4, "gpu": 8 * _MEBI, "tpu": 8 * _MEBI}
+_GROUP_ELEMENTS = {"cpu": _MEBI // 16, "gpu": 8 * _MEBI, "tpu": 8 * _MEBI}
 
 
 def chunks_per_group(chunks: int, chunk_elements: int, platform: str) -> int:
