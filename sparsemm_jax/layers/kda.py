@@ -16,6 +16,7 @@ from sparsemm_jax.layers import layout as layout_lib
 from sparsemm_jax.layers import linear
 from sparsemm_jax.layers import norms
 from sparsemm_jax.layers import short_conv
+from sparsemm_jax.parallel import context
 
 
 class KdaCache(NamedTuple):
@@ -103,15 +104,16 @@ class KimiDeltaAttention(nn.Module):
         (config.value_heads, config.head_dim),
         jnp.float32,
     )
-    state = None if cache is None else cache.state
-    if cache is None or q.shape[1] > 1:
-      return kda.fused_kda(
-          q, k, v, z, beta_logits, a_log, dt_bias,
-          lower_bound=config.lower_bound,
-          initial_state=state,
-          segment_ids=layout.segments,
-          implementation=config.implementation,
-      )  # fmt: skip
+    raw = (q, k, v, z, beta_logits, a_log, dt_bias)
+    options = dict(
+        lower_bound=config.lower_bound,
+        segment_ids=layout.segments,
+        implementation=config.implementation,
+    )
+    if cache is None:
+      return context.fused_kda(*raw, **options), None
+    if q.shape[1] > 1:
+      return kda.fused_kda(*raw, initial_state=cache.state, **options)
     g = kda.bounded_log_decay(z, a_log, dt_bias, lower_bound=config.lower_bound)
     # A padding token neither decays nor writes.
     valid = layout.valid[:, :, None]
@@ -121,7 +123,7 @@ class KimiDeltaAttention(nn.Module):
         v,
         jnp.where(valid[..., None], g, 0.0),
         jnp.where(valid, jax.nn.sigmoid(beta_logits), 0.0),
-        initial_state=state,
+        initial_state=cache.state,
     )
 
 
