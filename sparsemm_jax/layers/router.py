@@ -1,22 +1,26 @@
 """The router: which experts a token visits, in fp32 throughout."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
-from jaxtyping import Bool
 from jaxtyping import Float
 
 from sparsemm_jax import balancing
 from sparsemm_jax import config as config_lib
+from sparsemm_jax.layers import layout as layout_lib
 from sparsemm_jax.layers import stats
+from sparsemm_jax.parallel import expert
 
 
 class Router(nn.Module):
   """Top-k of sigmoid(W_r x) + bias; the weights leave the bias out.
 
   Reads `bias` [E] of the collection router_state and never writes it. Sows
-  router_stats: counts, and what the balancing rule of the config needs.
+  router_stats: what the balancing rule of the config needs, and counts [S, E],
+  each shard of the tokens by itself (see `expert.map_tokens`).
 
   Source: Kimi K3 report, eq. 13, arXiv:2607.24653.
   """
@@ -25,9 +29,9 @@ class Router(nn.Module):
 
   @nn.compact
   def __call__(
-      self, x: Float[Array, "g d"], token_mask: Bool[Array, " g"]
+      self, x: Float[Array, "b t d"], layout: layout_lib.Layout
   ) -> balancing.Routing:
-    """Routes [G, D] tokens; those masked out are routed but not counted."""
+    """Routes [B, T, D] tokens; padding is routed but not counted."""
     config, moe = self.config, self.config.moe
     kernel = self.param(
         "kernel",
@@ -50,26 +54,37 @@ class Router(nn.Module):
         precision=jax.lax.Precision.HIGHEST,
     )
     scores = jax.nn.sigmoid(logits)
-    routing = balancing.route(scores, bias, moe.num_experts_per_token)
-    if stats.wanted(self, "router_stats"):
-      self._sow(scores, bias, routing, token_mask)
+    counted = stats.wanted(self, "router_stats")
+    routing, sums = expert.map_tokens(
+        functools.partial(_route, moe, counted), (scores, layout.valid), bias
+    )
+    for name, value in sums.items():
+      stats.sow(self, "router_stats", name, value)
+    if counted and moe.balancing == "switch_loss":
+      loss = balancing.switch_loss(
+          scores.reshape(-1, moe.num_experts),
+          routing.expert_indices.reshape(-1, moe.num_experts_per_token),
+          weight=moe.switch_loss_weight,
+          token_mask=layout.valid.reshape(-1),
+      )
+      stats.sow(self, "router_stats", "switch_loss", loss)
     return routing
 
-  def _sow(self, scores, bias, routing, token_mask):
-    moe = self.config.moe
-    counts = balancing.expert_counts(
-        routing.expert_indices, moe.num_experts, token_mask
+
+def _route(moe, counted, tokens, bias):
+  """Routes some tokens, and counts them if `counted`."""
+  batch = tokens[0].shape[:2]
+  scores, valid = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tokens)
+  routing = balancing.route(scores, bias, moe.num_experts_per_token)
+  sums = {}
+  if counted:
+    sums["counts"] = balancing.expert_counts(
+        routing.expert_indices, moe.num_experts, valid
     )
-    stats.sow(self, "router_stats", "counts", counts)
     if moe.balancing == "quantile":
-      histogram = balancing.margin_histogram(
+      sums["histogram"] = balancing.margin_histogram(
           scores, routing.cutoff, bias,
-          num_bins=moe.histogram_bins, token_mask=token_mask,
+          num_bins=moe.histogram_bins, token_mask=valid,
       )  # fmt: skip
-      stats.sow(self, "router_stats", "histogram", histogram)
-    if moe.balancing == "switch_loss":
-      loss = balancing.switch_loss(
-          scores, routing.expert_indices,
-          weight=moe.switch_loss_weight, token_mask=token_mask,
-      )  # fmt: skip
-      stats.sow(self, "router_stats", "switch_loss", loss)
+  routing = jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), routing)
+  return routing, sums

@@ -1,7 +1,7 @@
 """What a step does with the router statistics that the model sows.
 
-`router_state` holds one `bias` per MoE layer and `router_stats` the sums of
-the same layer at the same path; layers that the model scans are stacked on a
+`router_state` holds one `bias` per MoE layer and `router_stats` the counts of
+the same layer at the same path, those of each shard of the tokens apart; layers that the model scans are stacked on a
 leading axis.
 """
 
@@ -13,10 +13,47 @@ import jax.numpy as jnp
 from jaxtyping import Array
 from jaxtyping import Float
 from jaxtyping import Int
+import numpy as np
 
 from sparsemm_jax import balancing
 from sparsemm_jax import config as config_lib
 from sparsemm_jax.layers import stats
+
+
+def total(router_stats: Any) -> Any:
+  """Adds up the shards of the tokens: one all-reduce for all layers' counts.
+
+  Args:
+    router_stats: as the model sows them, or sums of such over micro-batches;
+      integers have an axis of shards, after that of scanned layers.
+
+  Returns:
+    The same tree without that axis.
+  """
+  flat = traverse_util.flatten_dict(router_stats)
+  parts = {
+      path: jnp.moveaxis(value, -1 - _RANKS[path[-1]], 0)
+      for path, value in flat.items()
+      if path[-1] in _RANKS
+  }
+  if not parts:
+    return router_stats
+  shards = next(iter(parts.values())).shape[0]
+  sums = jnp.sum(
+      jnp.concatenate(
+          [part.reshape(shards, -1) for part in parts.values()], axis=1
+      ),
+      axis=0,
+  )
+  sizes = [part[0].size for part in parts.values()]
+  pieces = jnp.split(sums, np.cumsum(sizes)[:-1])
+  for (path, part), piece in zip(parts.items(), pieces, strict=True):
+    flat[path] = piece.reshape(part.shape[1:])
+  return traverse_util.unflatten_dict(flat)
+
+
+# Axes of one layer's integers, without that of shards.
+_RANKS = {"counts": 1, "histogram": 2, "dropped": 0}
 
 
 def update(
@@ -26,7 +63,7 @@ def update(
 
   Args:
     router_state: tree with a `bias` fp32 [..., E] per MoE layer.
-    router_stats: the sums of one whole step: `counts` [..., E] and, for
+    router_stats: the `total` of one whole step: `counts` [..., E] and, for
       quantile balancing, `histogram` [..., E, bins].
     config: says which rule.
   """
@@ -60,7 +97,11 @@ def auxiliary_loss(router_stats: Any) -> Float[Array, ""]:
 
 
 def counts_by_layer(router_stats: Any) -> Int[Array, "layers experts"]:
-  """Stacks the tokens per expert of all MoE layers, in order of depth."""
+  """Stacks the tokens per expert of all MoE layers, in order of depth.
+
+  Args:
+    router_stats: the `total` of a step.
+  """
   counts = [
       value
       for _, path, value in stats.by_depth(router_stats)
@@ -73,16 +114,18 @@ def metrics(router_stats: Any) -> dict[str, Array]:
   """Returns the load of every MoE layer.
 
   Args:
-    router_stats: the sums of one whole step.
+    router_stats: the `total` of one whole step.
 
   Returns:
-    `router/max_violation` [layers] fp32 and `router/dropped` (always 0: no
-    expert has a capacity).
+    `router/max_violation` [layers] fp32 and `router/dropped` int32: visits of
+    all layers that no rank had a row for (see MoeConfig.row_budget).
   """
   counts = counts_by_layer(router_stats)
   if not counts.size:
     return {}
+  sums = traverse_util.flatten_dict(router_stats)
+  dropped = [v for path, v in sums.items() if path[-1] == "dropped"]
   return {
       "router/max_violation": jax.vmap(balancing.max_violation)(counts),
-      "router/dropped": jnp.zeros((), jnp.int32),
+      "router/dropped": sum(jnp.sum(value) for value in dropped),
   }

@@ -62,6 +62,9 @@ def make_gradient_step(
 
   def gradient_step(state, batch):
     sums = _accumulate(config, state, batch, micro_batches)
+    sums["stats"]["router_stats"] = router.total(
+        sums["stats"].get("router_stats", {})
+    )
     tokens = jnp.sum(batch["segment_ids"] > 0, dtype=jnp.int32)
     return {**sums, "tokens": tokens}
 
@@ -92,7 +95,7 @@ def make_update_step(
           sums["stats"].get("attention_stats", {}),
           config.optim.qk_clip_threshold,
       )
-    router_stats = sums["stats"].get("router_stats", {})
+    router_stats = sums["stats"]["router_stats"]
     router_state = router.update(
         state.router_state, router_stats, config.model.moe
     )
@@ -153,7 +156,9 @@ def make_eval_step(
     )
     return {
         "by_modality": sums["by_modality"],
-        "counts": router.counts_by_layer(sums["stats"].get("router_stats", {})),
+        "counts": router.counts_by_layer(
+            router.total(sums["stats"].get("router_stats", {}))
+        ),
         "depth_weights": sums["stats"].get("depth_stats", {}),
     }
 

@@ -117,7 +117,7 @@ class LatentMoETest(absltest.TestCase):
     variables = {"params": self.params, "router_state": state}
     _, stats = jax.jit(apply)(variables, self.x, self.layout)
     np.testing.assert_array_equal(
-        stats["router_stats"]["router"]["counts"], [14, 0, 0, 0, 0, 14]
+        stats["router_stats"]["router"]["counts"], [[14, 0, 0, 0, 0, 14]]
     )
 
   def test_the_bias_gets_no_gradient_and_is_not_written(self):

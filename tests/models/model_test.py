@@ -247,12 +247,13 @@ class StatsTest(absltest.TestCase):
     for layer in decoder.values():
       router = layer["moe"]["router"]
       self.assertEqual(router["counts"].dtype, jnp.int32)
-      self.assertEqual(router["counts"].shape, (6,))
+      self.assertEqual(router["counts"].shape, (1, 6))  # of one shard
       # 34 tokens that are not padding, two experts each, none dropped.
       self.assertEqual(np.sum(router["counts"]), 2 * 34)
-      self.assertEqual(router["histogram"].shape, (6, 50))
+      testing.assert_same(layer["moe"]["dropped"], np.zeros(1))
+      self.assertEqual(router["histogram"].shape, (1, 6, 50))
       np.testing.assert_array_equal(
-          np.sum(router["histogram"], axis=1), np.full(6, 34)
+          np.sum(router["histogram"], axis=2), np.full((1, 6), 34)
       )
     attention = stats["attention_stats"]["decoder"]
     self.assertEqual(set(attention), {"layer_1"})
