@@ -1,5 +1,7 @@
 """Bounded-decay delta attention: the functions that models call."""
 
+import importlib
+
 import jax
 from jax import numpy as jnp
 from jaxtyping import Array
@@ -74,17 +76,18 @@ def chunk_kda(
       out = segments.zero_padding(valid, out)
     return out, final_state
 
-  # Best first. A device implementation is one more line here; it imports its
-  # own module, so that nothing of it loads where it is not used.
+  def kernels(name):
+    return _kernels(name).chunk_kda(
+        *given,
+        scale=scale,
+        initial_state=initial_state,
+        segment_ids=segment_ids,
+    )
+
+  # Best first.
   candidates = {
-      "mosaic_gpu": (
-          lambda: _mosaic_gpu().chunk_kda(
-              *given,
-              scale=scale,
-              initial_state=initial_state,
-              segment_ids=segment_ids,
-          )
-      ),
+      "mosaic_gpu": lambda: kernels("mosaic_gpu"),
+      "mosaic_tpu": lambda: kernels("mosaic_tpu"),
       "chunked": lambda: serve(chunked.kda),
       "reference": lambda: serve(reference.kda),
   }
@@ -157,32 +160,34 @@ def fused_kda(
         _l2_norm(q_), _l2_norm(k_), v, g, beta, implementation=name, **options
     )
 
+  def kernels(name):
+    return _kernels(name).fused_kda(
+        q,
+        k,
+        v,
+        z,
+        beta_logits,
+        a_log,
+        dt_bias,
+        lower_bound=lower_bound,
+        **options,
+    )
+
   candidates = {
-      "mosaic_gpu": (
-          lambda: _mosaic_gpu().fused_kda(
-              q,
-              k,
-              v,
-              z,
-              beta_logits,
-              a_log,
-              dt_bias,
-              lower_bound=lower_bound,
-              **options,
-          )
-      ),
+      "mosaic_gpu": lambda: kernels("mosaic_gpu"),
+      "mosaic_tpu": lambda: kernels("mosaic_tpu"),
       "chunked": lambda: unfused("chunked"),
       "reference": lambda: unfused("reference"),
   }
   return dispatch.run("fused_kda", candidates, implementation)
 
 
-def _mosaic_gpu():
-  from pallas_kernels.kda import mosaic_gpu  # Loads Pallas where it is used.
+def _kernels(name):
+  """A device's module, imported where it is used: it loads Pallas."""
+  return importlib.import_module(f"pallas_kernels.kda.{name}")
 
-  return mosaic_gpu
 
-
+@jax.jit
 def _l2_norm(x: Array) -> Array:
   """Divides by sqrt(sum(x^2) + epsilon) over the last axis, in fp32."""
   x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
