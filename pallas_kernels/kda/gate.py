@@ -110,6 +110,7 @@ def _slope_and_input(z, a_log, dt_bias):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.jit, static_argnums=0)
 def _gate(lower_bound, z, a_log, dt_bias):
   slope, x = _slope_and_input(z, a_log, dt_bias)
   return lower_bound * jax.nn.sigmoid(slope * x)
@@ -119,6 +120,7 @@ def _gate_fwd(lower_bound, z, a_log, dt_bias):
   return _gate(lower_bound, z, a_log, dt_bias), (z, a_log, dt_bias)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _gate_bwd(lower_bound, residuals, dg):
   z, a_log, dt_bias = residuals
   slope, x = _slope_and_input(z, a_log, dt_bias)

@@ -59,7 +59,7 @@ class LowerBoundTest(parameterized.TestCase):
       slope = jnp.exp(a_log)[None, None, :, None]
       return jnp.sum(-5.0 * jax.nn.sigmoid(slope * (z + dt_bias[None, None])))
 
-    expected = jax.grad(plain, argnums=(0, 1, 2))(
+    expected = jax.jit(jax.grad(plain, argnums=(0, 1, 2)))(
         z.astype(jnp.float32), raw["a_log"], raw["dt_bias"]
     )
     for a, e in zip(exact, expected, strict=True):

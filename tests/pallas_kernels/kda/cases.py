@@ -4,6 +4,7 @@ import functools
 
 import jax
 from jax import numpy as jnp
+import numpy as np
 
 from pallas_kernels import kda
 
@@ -24,7 +25,6 @@ def fused_inputs(
     tokens, *, batch=1, heads=1, value_heads=2, key=64, value=32, seed=0
 ):
   """Random inputs of fused_kda, fp32, gates from hardly to fully decaying."""
-  keys = jax.random.split(jax.random.key(seed), len(FUSED_INPUTS))
   shapes = {
       "q": (batch, tokens, heads, key),
       "k": (batch, tokens, heads, key),
@@ -35,31 +35,33 @@ def fused_inputs(
       "dt_bias": (value_heads, key),
       "initial_state": (batch, value_heads, key, value),
   }
-  inputs = {
-      name: jax.random.normal(key, shapes[name])
-      for key, name in zip(keys, FUSED_INPUTS, strict=True)
-  }
+  rng = np.random.default_rng(seed)
+  inputs = {name: rng.standard_normal(shapes[name]) for name in FUSED_INPUTS}
   inputs["z"] = 2.0 * inputs["z"] - 3.0
   inputs["a_log"] = 0.3 * inputs["a_log"]
-  return inputs
+  return _fp32(inputs)
 
 
 def chunk_inputs(tokens, **kwargs):
   """Random inputs of chunk_kda, fp32: the fused ones after their norms."""
-  raw = fused_inputs(tokens, **kwargs)
-  g = kda.bounded_log_decay(raw["z"], raw["a_log"], raw["dt_bias"])
-  return {
+  raw = {n: np.asarray(x) for n, x in fused_inputs(tokens, **kwargs).items()}
+  slope = np.exp(raw["a_log"])[:, None]
+  return _fp32({
       "q": unit(raw["q"]),
       "k": unit(raw["k"]),
       "v": raw["v"],
-      "g": g,
-      "beta": jax.nn.sigmoid(raw["beta_logits"]),
+      "g": -5.0 / (1.0 + np.exp(-slope * (raw["z"] + raw["dt_bias"]))),
+      "beta": 1.0 / (1.0 + np.exp(-raw["beta_logits"])),
       "initial_state": raw["initial_state"],
-  }
+  })
+
+
+def _fp32(inputs):
+  return {name: jnp.asarray(x, jnp.float32) for name, x in inputs.items()}
 
 
 def unit(x):
-  return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+  return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
 def cast(inputs, dtype, names=("q", "k", "v")):
@@ -68,11 +70,10 @@ def cast(inputs, dtype, names=("q", "k", "v")):
 
 def cotangents(inputs, seed=1):
   """Random gradients of the output and of the final state."""
-  keys = jax.random.split(jax.random.key(seed))
+  rng = np.random.default_rng(seed)
   v, state = inputs["v"], inputs["initial_state"]
-  return (
-      jax.random.normal(keys[0], v.shape, v.dtype),
-      jax.random.normal(keys[1], state.shape, state.dtype),
+  return tuple(
+      jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in (v, state)
   )
 
 

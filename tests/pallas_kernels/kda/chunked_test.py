@@ -167,10 +167,8 @@ class MemoryTest(absltest.TestCase):
 
   def test_forward_and_backward_hold_no_tokens_times_chunk_times_key(self):
     tokens, heads, key = 8192, 4, 128
-    inputs = jax.eval_shape(
-        lambda: cases.chunk_inputs(
-            tokens, heads=heads, value_heads=heads, key=key, value=key
-        )
+    inputs = cases.chunk_inputs(
+        tokens, heads=heads, value_heads=heads, key=key, value=key
     )
     lowered = cases.gradient("chunk_kda", "chunked").lower(
         inputs, (inputs["v"], inputs["initial_state"])
