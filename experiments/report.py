@@ -29,13 +29,19 @@ def main(argv) -> None:
   del argv
   workdir = epath.Path(flags.FLAGS.workdir)
   config = config_lib.from_config_dict(
-      json.loads((workdir / "config.json").read_text())
+      _read_json(workdir / "config.json", "train")
   )
   metrics = metrics_lib.read(workdir)
-  results = json.loads((workdir / evaluate.FILE_NAME).read_text())
+  results = _read_json(workdir / evaluate.FILE_NAME, "evaluate")
   path = workdir / "report.png"
   draw(config, metrics, results).savefig(path, dpi=110)
   print(f"wrote {path}")
+
+
+def _read_json(path: epath.Path, command_name: str) -> dict[str, Any]:
+  if not path.exists():
+    raise FileNotFoundError(f"{path} is missing: {command_name} first")
+  return json.loads(path.read_text())
 
 
 def draw(

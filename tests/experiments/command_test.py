@@ -20,15 +20,15 @@ CONFIG = f"--config={ROOT}/configs/tiny.py"
 
 # Importing jax takes seconds: one process does, and runs each case in a fork.
 _DRIVER = """
-import json, os, sys
-from experiments import command, train
+import importlib, json, os, sys
+from experiments import command
 for number, argv in enumerate(json.loads(sys.stdin.read())):
   child = os.fork()
   if not child:
     for stream, name in ((1, "out"), (2, "err")):
       os.dup2(os.open(f"{number}.{name}", os.O_CREAT | os.O_WRONLY), stream)
-    sys.argv = ["train", *argv]
-    command.run(train.main)
+    sys.argv = argv
+    command.run(importlib.import_module(f"experiments.{argv[0]}").main)
     sys.exit(0)
   _, status = os.waitpid(child, 0)
   with open(f"{number}.rc", "w") as file:
@@ -37,7 +37,7 @@ for number, argv in enumerate(json.loads(sys.stdin.read())):
 
 
 def _run_all(folder, cases):
-  """Runs experiments.train with each list of flags; {name: (rc, out, err)}."""
+  """Runs each list of a command and its flags; {name: (rc, out, err)}."""
   environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
   subprocess.run(
       [sys.executable, "-c", _DRIVER],
@@ -59,15 +59,20 @@ def _write_configs(folder):
   """A config file for each state that a second stage's JSONL file is in."""
   (folder / "good.jsonl").write_text('{"text": "a"}\n' * 50)
   (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
-  for name in ("good", "broken", "missing"):
+  line = {"text": "a <image> b", "images": ["corrupt.png"]}
+  (folder / "image.jsonl").write_text('{"text": "a"}\n' + json.dumps(line))
+  (folder / "corrupt.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
+  for name in ("good", "broken", "missing", "image"):
     (folder / f"{name}.py").write_text(f"""
 from sparsemm_jax import config as config_lib
 
 def get_config():
-  stage = lambda name: config_lib.StageConfig(steps=2, mixture={{name: 1.0}})
+  stage = lambda name: config_lib.StageConfig(
+      steps=2, max_patches=64, mixture={{name: 1.0}})
   source = lambda name: config_lib.SourceConfig(kind="jsonl", path=name)
   return config_lib.to_config_dict(config_lib.RunConfig(
-      model=config_lib.ModelConfig(num_layers=1),
+      model=config_lib.ModelConfig(
+          num_layers=1, vision=config_lib.VisionConfig()),
       data=config_lib.DataConfig(sources={{
           "first": source("good.jsonl"), "second": source("{name}.jsonl")}}),
       train=config_lib.TrainConfig(stages=(stage("first"), stage("second"))),
@@ -94,23 +99,28 @@ def _files(folder):
   }
 
 
-class TrainCommandTest(parameterized.TestCase):
+class CommandTest(parameterized.TestCase):
 
   CASES = {
-      "unknown field": [CONFIG, "--workdir=new", "--config.optim.learning_rat=1"],
-      "unknown flag": [CONFIG, "--workdir=new", "--learning_rate=1"],
-      "wrong type": [CONFIG, "--workdir=new", "--config.model.d_model=wide"],
-      "wrong shape": [CONFIG, "--workdir=new", "--config.model.kda.num_value_heads=3"],
-      "no value": [CONFIG, "--workdir=new", "--config.train.seed=None"],
-      "rows": [CONFIG, "--workdir=new", "--config.mesh.data=3"],
-      "no config": ["--workdir=new"],
-      "no workdir": [CONFIG],
-      "missing config": ["--config=nowhere.py", "--workdir=new"],
-      "missing config, override": ["--config=nowhere.py", "--workdir=new", "--config.train.seed=1"],
-      "missing data": ["--config=missing.py", "--workdir=new"],
-      "broken line": ["--config=broken.py", "--workdir=new"],
-      "another model": ["--config=good.py", "--workdir=other"],
-      "init checkpoint": ["--config=good.py", "--workdir=new", "--config.train.init_checkpoint=nowhere"],
+      "unknown field": ["train", CONFIG, "--workdir=new", "--config.optim.learning_rat=1"],
+      "unknown flag": ["train", CONFIG, "--workdir=new", "--learning_rate=1"],
+      "wrong type": ["train", CONFIG, "--workdir=new", "--config.model.d_model=wide"],
+      "wrong shape": ["train", CONFIG, "--workdir=new", "--config.model.kda.num_value_heads=3"],
+      "no value": ["train", CONFIG, "--workdir=new", "--config.train.seed=None"],
+      "rows": ["train", CONFIG, "--workdir=new", "--config.mesh.data=3"],
+      "no config": ["train", "--workdir=new"],
+      "no workdir": ["train", CONFIG],
+      "missing config": ["train", "--config=nowhere.py", "--workdir=new"],
+      "missing config, override": ["train", "--config=nowhere.py", "--workdir=new", "--config.train.seed=1"],
+      "missing data": ["train", "--config=missing.py", "--workdir=new"],
+      "broken line": ["train", "--config=broken.py", "--workdir=new"],
+      "another model": ["train", "--config=good.py", "--workdir=other"],
+      "init checkpoint": ["train", "--config=good.py", "--workdir=new", "--config.train.init_checkpoint=nowhere"],
+      "corrupt image": ["train", "--config=image.py", "--workdir=image"],
+      "evaluate nothing": ["evaluate", "--workdir=nowhere"],
+      "report nothing": ["report", "--workdir=nowhere"],
+      "generate from nothing": ["generate", "--workdir=nowhere"],
+      "generate otherwise": ["generate", "--workdir=nowhere", "--top_p=2"],
   }  # fmt: skip
 
   @classmethod
@@ -141,6 +151,11 @@ class TrainCommandTest(parameterized.TestCase):
           ("broken line", "broken.jsonl:2: not JSON"),
           ("another model", "other/checkpoints/1 is of another model: model.d_model is 256 there and 128 here"),
           ("init checkpoint", "nowhere has no checkpoint"),
+          ("corrupt image", "image.jsonl:2: cannot read image corrupt.png"),
+          ("evaluate nothing", "nowhere has no checkpoint"),
+          ("report nothing", "nowhere/config.json is missing: train first"),
+          ("generate from nothing", "nowhere has no checkpoint"),
+          ("generate otherwise", "--top_p=2.0 must be in (0, 1]"),
       )
   )  # fmt: skip
   def test_one_line_names_what_is_wrong(self, name, message):
