@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -11,9 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import dispatch
+from sparsemm_jax import balancing
 from sparsemm_jax import config as config_lib
 from sparsemm_jax.layers import layout as layout_lib
 from sparsemm_jax.layers import moe
+from sparsemm_jax.parallel import expert
 from sparsemm_jax.parallel import mesh as mesh_lib
 from sparsemm_jax.parallel import rules
 from sparsemm_jax.training import router
@@ -26,7 +30,7 @@ CONFIG = small_model.config(
     d_model=24,
     moe=config_lib.MoeConfig(
         num_experts=112, num_experts_per_token=4, latent_dim=16,
-        expert_hidden_dim=10, histogram_bins=50,
+        expert_hidden_dim=10, histogram_bins=50, num_shared_experts=0,
     ),
 )  # fmt: skip
 MESHES = {
@@ -119,10 +123,39 @@ def _run(config, mesh_name=None, **changes):
   return jax.device_get(compiled(*place(_variables(config)[0], *given.values())))
 
 
+def _collectives(config, mesh_name):
+  """Each collective of the compiled step: (name, dtype, shape) per array."""
+  text = _compiled(config, mesh_name)[0].as_text()
+  found = []
+  for arrays, name in re.findall(
+      r"= (\S.*?) (all-gather|all-reduce|reduce-scatter|all-to-all)\(", text
+  ):
+    for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", arrays):
+      found.append((name, dtype, tuple(map(int, filter(None, shape.split(","))))))
+  return found
+
+
+CASES = (
+    ("expert_2_data_fsdp", "gather"),
+    ("expert_2_data_fsdp", "all_to_all"),
+    ("expert_2_context_tensor", "gather"),
+    ("expert_4_data", "all_to_all"),
+    ("expert_8", "gather"),
+    ("expert_8", "all_to_all"),
+)
+
+
+def _case_config(mesh, exchange):
+  """The config whose default is this exchange does not name it."""
+  is_default = (MESHES[mesh]["expert"] < 4) == (exchange == "gather")
+  return CONFIG if is_default else _with_moe(CONFIG, exchange=exchange)
+
+
 class ExpertParallelTest(parameterized.TestCase):
 
   def _assert_same_step(self, actual, expected):
     self.assertEqual(actual["sums"]["dropped"], 0)
+    self.assertGreater(np.abs(expected["bias"]).max(), 0)
     testing.assert_same(actual["bias"], expected["bias"], "bias")
     jax.tree.map(testing.assert_same, actual["sums"], expected["sums"])
     jax.tree_util.tree_map_with_path(
@@ -133,23 +166,169 @@ class ExpertParallelTest(parameterized.TestCase):
         {name: expected[name] for name in ("loss", "y", "grads")},
     )
 
-  @parameterized.product(
-      mesh=list(MESHES), exchange=("gather", "all_to_all")
-  )  # fmt: skip
+  @parameterized.parameters(*CASES)
   def test_loss_gradients_and_bias_are_those_of_one_device(
       self, mesh, exchange
   ):
-    config = _with_moe(CONFIG, exchange=exchange)
+    config = _case_config(mesh, exchange)
     with self.subTest("all experts"):
-      actual, expected = _run(config, mesh), _run(CONFIG)
-      self.assertGreater(np.abs(expected["bias"]).max(), 0)
-      self._assert_same_step(actual, expected)
-    with self.subTest("all tokens to the same experts"):
+      self._assert_same_step(_run(config, mesh), _run(CONFIG))
+    with self.subTest("all tokens to the experts of one rank"):
       bias = np.zeros(112, np.float32)
-      bias[[5, 6, 7, 8]] = 9.0  # of one rank; the others get nothing
-      actual, expected = _run(config, mesh, bias=bias), _run(CONFIG, bias=bias)
-      self.assertEqual(np.count_nonzero(expected["sums"]["router"]["counts"]), 4)
-      self._assert_same_step(actual, expected)
+      bias[[5, 6, 7, 8]] = 9.0
+      expected = _run(CONFIG, bias=bias)
+      counts = expected["sums"]["router"]["counts"]
+      self.assertEqual(np.count_nonzero(counts), 4)
+      self._assert_same_step(_run(config, mesh, bias=bias), expected)
+
+  @parameterized.parameters(*CASES)
+  def test_rows_travel_and_weights_stay(self, mesh, exchange):
+    found = _collectives(_case_config(mesh, exchange), mesh)
+    names = {name for name, _, _ in found}
+    self.assertEqual("all-to-all" in names, exchange == "all_to_all")
+    ranks = MESHES[mesh]["expert"]
+    stacks = {
+        shape
+        for name, _, shape in found
+        if name == "all-gather" and shape[1:] in ((16, 10), (10, 16))
+    }
+    # fsdp completes the matrices of the experts that a rank holds.
+    of_a_rank = {(112 // ranks, 16, 10), (112 // ranks, 10, 16)}
+    self.assertEqual(stacks, of_a_rank if "fsdp" in MESHES[mesh] else set())
+    integers = [
+        shape
+        for name, dtype, shape in found
+        if name == "all-reduce" and dtype == "s32"
+    ]
+    # Counts, histogram and dropped visits together.
+    self.assertEqual(integers, [(112 + 112 * 50 + 1,)])
+
+  def test_896_experts_and_16_per_token(self):
+    config = small_model.config(
+        d_model=16,
+        moe=config_lib.MoeConfig(
+            num_experts=896, num_experts_per_token=16, latent_dim=8,
+            expert_hidden_dim=6, histogram_bins=50, num_shared_experts=0,
+        ),
+    )  # fmt: skip
+    self._assert_same_step(_run(config, "expert_8"), _run(config))
+
+
+class RunExpertsTest(parameterized.TestCase):
+  """Expert j multiplies by j + 1: what becomes of each visit is known."""
+
+  E, A, RANKS = 16, 3, 4
+
+  def setUp(self):
+    super().setUp()
+    rng = np.random.default_rng(0)
+    self.z = np.float32(rng.normal(size=(8, 4, 5)))
+    # Low experts are popular: the first ranks get more than their share.
+    self.indices = np.argsort(
+        rng.normal(size=(8, 4, self.E)) + 0.3 * np.arange(self.E), axis=-1
+    )[..., : self.A].astype(np.int32)
+    self.weights = np.float32(rng.uniform(0.1, 1.0, size=(8, 4, self.A)))
+    self.valid = rng.uniform(size=(8, 4)) > 0.1
+
+  def _run(self, **changes):
+    config = config_lib.MoeConfig(
+        num_experts=self.E, num_experts_per_token=self.A, **changes
+    )
+    mesh = mesh_lib.make_mesh(config_lib.MeshConfig(data=2, expert=self.RANKS))
+
+    def multiply(weights, rows, group_sizes):
+      factors = jnp.repeat(
+          weights["factor"], group_sizes, total_repeat_length=rows.shape[0]
+      )
+      inside = jnp.arange(rows.shape[0]) < jnp.sum(group_sizes)
+      return jnp.where(inside[:, None], rows * factors[:, None], 0.0)
+
+    def run(factor, z, indices, weights, valid):
+      routing = balancing.Routing(indices, weights, weights[..., 0])
+      return expert.run_experts(
+          multiply, {"factor": factor}, {"factor": ("expert",)},
+          z, routing, valid, config,
+      )  # fmt: skip
+
+    factor = np.arange(1, self.E + 1, dtype=np.float32)
+    with jax.set_mesh(mesh):
+      u, dropped = tiny_run.jit(run)(
+          factor, self.z, self.indices, self.weights, self.valid
+      )
+    return np.asarray(u), np.asarray(dropped)
+
+  def _expected(self, kept):
+    terms = (self.indices + 1) * self.weights * kept
+    return np.sum(terms, axis=-1, keepdims=True) * self.z
+
+  def test_padding_visits_no_expert(self):
+    self.z[~self.valid] = np.nan
+    u, dropped = self._run(exchange="gather")
+    testing.assert_same(u[~self.valid], 0 * u[~self.valid])
+    kept = np.broadcast_to(self.valid[..., None], self.indices.shape)
+    self.z[~self.valid] = 0.0
+    testing.assert_close(u, self._expected(kept), "fp32")
+    testing.assert_same(dropped, np.zeros(8))
+
+  def test_visits_beyond_the_budget_are_counted_and_left_out(self):
+    per_rank = 4 * self.A  # the visits of one rank's tokens
+    results = {}
+    for exchange in ("gather", "all_to_all"):
+      results[exchange] = self._run(exchange=exchange, row_budget=1.0)
+    u, dropped = results["gather"]
+    testing.assert_close(results["all_to_all"][0], u, "fp32")
+    testing.assert_same(results["all_to_all"][1], dropped)
+    # Each source may fill the same share of a rank it would overflow.
+    owner = np.where(self.valid[..., None], self.indices // 4, 4)
+    kept = np.zeros(self.indices.shape, bool)
+    for group in (slice(0, 4), slice(4, 8)):  # along the axis data
+      wanted = np.stack(
+          [np.bincount(o.ravel(), minlength=5)[:4] for o in owner[group]]
+      )
+      total = wanted.sum(axis=0)
+      self.assertGreater(total.max(), per_rank)
+      share = np.minimum(1, per_rank / np.maximum(total, 1))
+      upto = np.floor(np.cumsum(wanted, axis=0) * share)
+      left = np.diff(upto, axis=0, prepend=0)
+      for row, a, t in np.ndindex(4, self.A, 4):  # best experts first
+        rank = owner[group][row, t, a]
+        if rank < 4 and left[row, rank] > 0:
+          left[row, rank] -= 1
+          kept[group][row, t, a] = True
+    testing.assert_same(
+        dropped, self.valid.sum(1) * self.A - kept.sum((1, 2)), "dropped"
+    )
+    self.assertGreater(dropped.sum(), 0)
+    testing.assert_close(u, self._expected(kept), "fp32")
+
+  def test_the_ragged_collective_gets_the_parts_that_padding_moves(self):
+    expected, _ = self._run(exchange="all_to_all")
+
+    def by_definition(
+        operand, output, input_offsets, send_sizes, output_offsets, recv_sizes,
+        *, axis_name,
+    ):  # fmt: skip
+      del recv_sizes
+      me = jax.lax.axis_index(axis_name)
+      operand, inputs, sizes, outputs = (
+          jax.lax.all_gather(x, axis_name)
+          for x in (operand, input_offsets, send_sizes, output_offsets)
+      )
+      row = jnp.arange(output.shape[0])
+      for source in range(self.RANKS):
+        i = row - outputs[source, me]
+        inside = (i >= 0) & (i < sizes[source, me])
+        taken = operand[source][jnp.clip(i + inputs[source, me], 0,
+                                         operand.shape[1] - 1)]  # fmt: skip
+        output = jnp.where(inside[:, None], taken, output)
+      return output
+
+    with (
+        mock.patch.object(jax.lax, "ragged_all_to_all", by_definition),
+        mock.patch.object(dispatch, "device_platform", lambda: "gpu"),
+    ):
+      actual, _ = self._run(exchange="all_to_all")
+    testing.assert_same(actual, expected)
 
 
 if __name__ == "__main__":
