@@ -34,6 +34,7 @@ MAX_WIDTH = 8192  # registers: 64 columns a thread at most, in four arrays
 _WARPS, _LANES = 4, 32
 _MULTIPROCESSORS = 132
 _SHARED_BYTES = 227 * 1024
+_BARRIERS = 32  # of a kind
 _GROUPS_FORWARD, _GROUPS_BACKWARD = 4, 2
 _SPLIT_ABOVE = 4096  # columns; more than 32 a thread would spill
 
@@ -192,6 +193,7 @@ def _plan_forward(call: _Call) -> _Plan:
     groups = min(groups, 2)
   left = _SHARED_BYTES // groups - 4096 // groups
   slots = min(left // row_bytes - 1, 2 * call.num_sources + 2)
+  slots = min(slots, _BARRIERS // (groups * split))
   if call.interpret is not None:
     slots = min(slots, 3)
   return _Plan(call, groups, split, slots, call.num_sources)
@@ -202,10 +204,14 @@ def _plan_backward(call: _Call) -> _Plan:
   split = _split(call.padded)
   groups = _GROUPS_BACKWARD // split
   items = call.num_sources + 1
-  left = _SHARED_BYTES - 16 * 1024
-  if left // groups // row_bytes < items + 2:
+  left = (_SHARED_BYTES - 16 * 1024) // row_bytes
+
+  def most(groups):
+    return min(left // groups, _BARRIERS // (groups * split))
+
+  if most(groups) < items + 2:
     groups = 1
-  slots = left // groups // row_bytes
+  slots = most(groups)
   if slots < items + 1:
     items += call.num_sources
   slots = min(slots, 3 * items)

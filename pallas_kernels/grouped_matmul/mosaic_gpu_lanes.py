@@ -1,4 +1,4 @@
-"""Launch parameters, and the two stores that Pallas has no word for."""
+"""Launch parameters, and the stores that Pallas has no word for."""
 
 from jax import lax
 from jax import numpy as jnp
@@ -47,6 +47,33 @@ def drain(consumed, done, stages: int) -> None:
       plgpu.barrier_wait(consumed.at[lax.rem(n, stages)])
 
   lax.fori_loop(done, done + stages, wait, None)
+
+
+def stage_tile(stage, value, *, interpret: bool, transpose: bool = False):
+  """Stores a register tile in shared memory, and nothing else.
+
+  `stage[...] = value` would load the old contents too.
+
+  Args:
+    stage: [P, W] shared memory, tiled and swizzled.
+    value: [P, W], or [W, P] if transpose, bf16 in wgmma's layout.
+    interpret: use plain assignment.
+    transpose: whether to store the transpose.
+  """
+  if interpret:
+    if transpose:
+      stage = stage.transpose((1, 0))
+      value = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
+    stage[...] = value
+    return
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TILED), plgpu.Layout.WGMMA))
+  def store(_, stage, value):
+    if transpose:
+      stage = mgpu.memref_transpose(stage, (1, 0, 3, 2))
+    value.store_tiled(stage, swizzle=128)
+
+  store(stage, value)
 
 
 def write_rows(

@@ -11,6 +11,8 @@ neighbouring columns of the same rows, and each fetches half of the rows for
 both. A block lives through the launch and takes every n-th tile.
 """
 
+import functools
+
 import jax
 from jax import lax
 from jax import numpy as jnp
@@ -21,7 +23,7 @@ from pallas_kernels.grouped_matmul import mosaic_gpu_lanes as lanes
 from pallas_kernels.grouped_matmul import mosaic_gpu_schedule as schedule
 from pallas_kernels.grouped_matmul.mosaic_gpu_schedule import CHUNK
 
-_PIECE = 64  # rows of the output staged at a time
+_PIECE = 96  # rows of the output staged at a time
 _COMPUTE_REGISTERS, _FETCH_REGISTERS = 232, 40
 WARPGROUPS = 2  # that compute
 
@@ -66,7 +68,7 @@ def rows_times_matrices(
 
     def place(n):
       """The n-th item's tile (a row of `tiles`) and this block's column."""
-      item = n * plan.clusters + cluster
+      item = lax.min(n * plan.clusters + cluster, items - 1)
       per_panel = plan.panel * column_tiles
       panel = lax.div(item, per_panel)
       rest = item - panel * per_panel
@@ -76,22 +78,24 @@ def rows_times_matrices(
       tile = first + rest - column * height
       return tile + 1, (column * plan.cluster + half) * block_columns
 
+    def fields_of(n):
+      """The n-th item's column and tile; the last item's from there on."""
+      tile, column = place(n)
+      return column, *(tiles_gm[tile, f] for f in range(schedule.FIELDS))
+
     def steps_of(owner):
       return jnp.where(owner < num_groups, steps, 0)
 
-    def for_height(tile, run):
-      index = tiles_gm[tile, schedule.HEIGHT]
-      for i, height in enumerate(plan.heights):
-        pl.when(index == i)(lambda height=height: run(height))
+    def for_height(index, run):
+      lax.switch(index, [functools.partial(run, h) for h in plan.heights])
 
     @pl.when(group == WARPGROUPS)
     def _fetch():
       plgpu.set_max_registers(_FETCH_REGISTERS, action="decrease")
 
-      def fetch_item(n, done):
-        tile, column = place(n)
-        owner = tiles_gm[tile, schedule.GROUP]
-        start = tiles_gm[tile, schedule.START]
+      def fetch_item(n, carry):
+        done, column, owner, start, _, _, index = carry
+        following = fields_of(n + 1)  # reads of global memory: early
         length = steps_of(owner)
 
         def fetch(height):
@@ -119,19 +123,20 @@ def rows_times_matrices(
 
           lax.fori_loop(0, length, one, None)
 
-        for_height(tile, fetch)
-        return done + length
+        for_height(index, fetch)
+        return done + length, *following
 
-      done = lax.fori_loop(0, rounds, fetch_item, 0)
+      done, *_ = lax.fori_loop(0, rounds, fetch_item, (0, *fields_of(0)))
       lanes.drain(smem["consumed"], done, stages)
 
     @pl.when(group < WARPGROUPS)
     def _compute():
       plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
 
-      def compute_item(n, done):
-        tile, column = place(n)
-        length = steps_of(tiles_gm[tile, schedule.GROUP])
+      def compute_item(n, carry):
+        done, column, owner, start, begin, end, index = carry
+        following = fields_of(n + 1)
+        length = steps_of(owner)
 
         def compute(height):
           def product(acc):
@@ -155,28 +160,32 @@ def rows_times_matrices(
             lax.fori_loop(0, length, one, None)
             return plgpu.wgmma_accumulator_load(acc)
 
-          out = pl.run_scoped(product, plgpu.ACC((size, height)))
+          with jax.named_scope("multiply"):
+            out = pl.run_scoped(product, plgpu.ACC((size, height)))
 
           @pl.when(length > 0)
           def _():
             last = lax.rem(done + length - 1, stages)
             plgpu.barrier_arrive(smem["consumed"].at[last])
 
-          write(tile, column + group * size, out, height)
+          with jax.named_scope("write"):
+            write(out.astype(jnp.bfloat16), start, begin, end, column)
 
-        for_height(tile, compute)
-        return done + length
+        for_height(index, compute)
+        return done + length, *following
 
-      def write(tile, column, out, height):
-        start = tiles_gm[tile, schedule.START]
-        begin, end = (tiles_gm[tile, f] for f in (schedule.BEGIN, schedule.END))
-        out = out.astype(jnp.bfloat16)
+      def write(out, start, begin, end, column):
+        interpret = plan.interpret is not None
+        height = out.shape[1]
         for first in range(0, height, _PIECE):
           piece = min(_PIECE, height - first)
           stage = smem["out"].at[group, pl.ds(0, piece)]
           plgpu.commit_smem()  # the last piece has been read
-          stage.transpose((1, 0))[...] = plgpu.layout_cast(
-              out[:, first : first + piece], plgpu.Layout.WGMMA_TRANSPOSED
+          lanes.stage_tile(
+              stage,
+              out[:, first : first + piece],
+              interpret=interpret,
+              transpose=True,
           )
           plgpu.commit_smem()
           lanes.write_rows(
@@ -185,11 +194,11 @@ def rows_times_matrices(
               start + first,
               begin,
               end,
-              column,
-              interpret=plan.interpret is not None,
+              column + group * size,
+              interpret=interpret,
           )
 
-      lax.fori_loop(0, rounds, compute_item, 0)
+      lax.fori_loop(0, rounds, compute_item, (0, *fields_of(0)))
 
   consumed = (
       plgpu.ClusterBarrier(

@@ -17,7 +17,8 @@ UNIT = 16  # rows; two blocks of a cluster fetch half of a unit each
 CHUNK = 64  # contracted per step: a swizzled row of 128 bytes
 
 # Fields of a row tile, after one row that holds their number.
-GROUP, START, BEGIN, END, HEIGHT = range(5)
+FIELDS = 5
+GROUP, START, BEGIN, END, HEIGHT = range(FIELDS)
 
 
 @dataclasses.dataclass(frozen=True)

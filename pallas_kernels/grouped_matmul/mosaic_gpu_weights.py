@@ -147,23 +147,28 @@ def outer_products(
           lax.fori_loop(0, chunks, one, None)
           return plgpu.wgmma_accumulator_load(acc)
 
-        out = pl.run_scoped(product, plgpu.ACC((size, width)))
+        with jax.named_scope("multiply"):
+          out = pl.run_scoped(product, plgpu.ACC((size, width)))
 
         @pl.when(chunks > 0)
         def _():
           last = lax.rem(done + chunks - 1, stages)
           plgpu.barrier_arrive(smem["consumed"].at[last])
 
+        with jax.named_scope("write"):
+          write(out.astype(jnp.bfloat16), owner, row, column)
+        return done + chunks, *following
+
+      def write(out, owner, row, column):
         stage = smem["out"].at[warpgroup]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.commit_smem()
-        stage[...] = out.astype(jnp.bfloat16)
+        lanes.stage_tile(stage, out, interpret=plan.interpret is not None)
         plgpu.commit_smem()
         here = pl.ds(row + warpgroup * size, size)
         plgpu.copy_smem_to_gmem(
             stage, out_gm.at[owner, here, pl.ds(column, width)]
         )
-        return done + chunks, *following
 
       def mask_rows(slot, low, high):
         """Zeroes rows outside [low, high): own lhs, half of d_out."""
