@@ -20,7 +20,10 @@ from sparsemm_jax.layers import moe
 from sparsemm_jax.parallel import expert
 from sparsemm_jax.parallel import mesh as mesh_lib
 from sparsemm_jax.parallel import rules
+from sparsemm_jax.training import loop
 from sparsemm_jax.training import router
+from sparsemm_jax.training import state as state_lib
+from sparsemm_jax.training import step as step_lib
 from tests import testing
 from tests import tiny_run
 from tests.models import small_model
@@ -123,9 +126,8 @@ def _run(config, mesh_name=None, **changes):
   return jax.device_get(compiled(*place(_variables(config)[0], *given.values())))
 
 
-def _collectives(config, mesh_name):
-  """Each collective of the compiled step: (name, dtype, shape) per array."""
-  text = _compiled(config, mesh_name)[0].as_text()
+def _collectives(text):
+  """Each collective of a compiled program: (name, dtype, shape) per array."""
   found = []
   for arrays, name in re.findall(
       r"= (\S.*?) (all-gather|all-reduce|reduce-scatter|all-to-all)\(", text
@@ -133,6 +135,15 @@ def _collectives(config, mesh_name):
     for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", arrays):
       found.append((name, dtype, tuple(map(int, filter(None, shape.split(","))))))
   return found
+
+
+def _summed_integers(found):
+  """Shapes of the arrays of integers, without the scalars, that are reduced."""
+  return [
+      shape
+      for name, dtype, shape in found
+      if name == "all-reduce" and dtype.startswith(("s", "u")) and shape
+  ]
 
 
 CASES = (
@@ -183,7 +194,8 @@ class ExpertParallelTest(parameterized.TestCase):
 
   @parameterized.parameters(*CASES)
   def test_rows_travel_and_weights_stay(self, mesh, exchange):
-    found = _collectives(_case_config(mesh, exchange), mesh)
+    compiled, _ = _compiled(_case_config(mesh, exchange), mesh)
+    found = _collectives(compiled.as_text())
     names = {name for name, _, _ in found}
     self.assertEqual("all-to-all" in names, exchange == "all_to_all")
     ranks = MESHES[mesh]["expert"]
@@ -195,13 +207,8 @@ class ExpertParallelTest(parameterized.TestCase):
     # fsdp completes the matrices of the experts that a rank holds.
     of_a_rank = {(112 // ranks, 16, 10), (112 // ranks, 10, 16)}
     self.assertEqual(stacks, of_a_rank if "fsdp" in MESHES[mesh] else set())
-    integers = [
-        shape
-        for name, dtype, shape in found
-        if name == "all-reduce" and dtype == "s32"
-    ]
     # Counts, histogram and dropped visits together.
-    self.assertEqual(integers, [(112 + 112 * 50 + 1,)])
+    self.assertEqual(_summed_integers(found), [(112 + 112 * 50 + 1,)])
 
   def test_896_experts_and_16_per_token(self):
     config = small_model.config(
@@ -329,6 +336,54 @@ class RunExpertsTest(parameterized.TestCase):
     ):
       actual, _ = self._run(exchange="all_to_all")
     testing.assert_same(actual, expected)
+
+
+class TrainTest(absltest.TestCase):
+
+  def test_one_all_reduce_sums_all_layers_and_one_program_serves_all_steps(
+      self,
+  ):
+    run = tiny_run.text_config(stages=(tiny_run.stage(steps=9, seq_len=16),))
+    run = dataclasses.replace(
+        run,
+        model=dataclasses.replace(
+            run.model, num_layers=2, mla_every=1, scan_layers=True
+        ),
+        optim=config_lib.OptimConfig(muon=False),
+    )
+    mesh = mesh_lib.make_mesh(config_lib.MeshConfig(data=2, fsdp=2, expert=2))
+    shardings = state_lib.state_shardings(run, mesh)
+    state = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding
+        ),
+        jax.eval_shape(lambda: state_lib.init_state(run)),
+        shardings,
+    )
+    batch = loop.put_batch(tiny_run.batches(run, 1)[0], mesh)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules.LOGICAL_RULES):
+      gradient_step = tiny_run.jit(step_lib.make_gradient_step(run))
+      lowered = gradient_step.lower(state, batch)
+      compiled = lowered.compile()
+      sums = jax.tree.map(
+          lambda leaf, sharding: jax.ShapeDtypeStruct(
+              leaf.shape, leaf.dtype, sharding=sharding
+          ),
+          lowered.out_info,
+          compiled.output_shardings,
+      )
+      update_step = tiny_run.jit(step_lib.make_update_step(run))
+      update = update_step.lower(state, sums).compile()
+    found = _collectives(compiled.as_text())
+    self.assertEqual(_summed_integers(found), [(2 * (8 + 8 * 100 + 1),)])
+    # A state that came back spread otherwise would compile both once more.
+    new_shardings, _ = update.output_shardings
+    jax.tree_util.tree_map_with_path(
+        lambda path, leaf, new, old: self.assertTrue(
+            new.is_equivalent_to(old, leaf.ndim), jax.tree_util.keystr(path)
+        ),
+        state, new_shardings, shardings,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
