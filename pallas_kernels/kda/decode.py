@@ -4,6 +4,7 @@ from jax import numpy as jnp
 from jaxtyping import Array
 from jaxtyping import Float
 
+from pallas_kernels import dispatch
 from pallas_kernels.kda import checks
 from pallas_kernels.kda import reference
 
@@ -17,8 +18,12 @@ def recurrent_kda(
     *,
     scale: float | None = None,
     initial_state: Float[Array, "B HV K V"] | None = None,
+    implementation: dispatch.Implementation = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
-  """Runs the recurrence token by token in fp32, exactly, whatever T is.
+  """Runs the recurrence token by token in fp32, whatever T is.
+
+  A row with fewer tokens than T ends in tokens of g = 0 and beta = 0, which
+  pass its state on. Where the state is donated, a kernel updates it in place.
 
   Args:
     q: [B, T, H, K] queries, L2-normalised by the caller as k is.
@@ -28,6 +33,8 @@ def recurrent_kda(
     beta: [B, T, HV] write strength.
     scale: factor on the output, K**-0.5 by default.
     initial_state: [B, HV, K, V] fp32; zero by default.
+    implementation: "reference", "mosaic_gpu", a sequence of names tried in
+      order, or None (the best for the device).
 
   Returns:
     out: [B, T, HV, V] in v's dtype.
@@ -35,21 +42,38 @@ def recurrent_kda(
 
   Raises:
     ValueError: a wrong shape or dtype, naming the argument.
+    NotImplementedError: an explicit implementation cannot serve; says why.
   """
   checks.check_tokens(q, k, v, beta, initial_state, None, g=g)
   state = checks.initial_state_or_zero(q, v, initial_state)
   scale = q.shape[-1] ** -0.5 if scale is None else scale
-  if q.shape[1] == 1:
-    dtype = state.dtype
-    groups = v.shape[2] // q.shape[2]
-    tokens = (
-        jnp.repeat(q, groups, axis=2),
-        jnp.repeat(k, groups, axis=2),
-        v,
-        g,
-        beta,
-    )
-    tokens = (x[:, 0].astype(dtype) for x in tokens)
-    state, out = reference.step(state, *tokens, scale=scale)
-    return out[:, None].astype(v.dtype), state
-  return reference.kda(q, k, v, g, beta, state, scale=scale)
+  args = (q, k, v, g, beta, state)
+  candidates = {
+      "mosaic_gpu": (
+          lambda: _mosaic_gpu().recurrent_kda(*args, scale=scale)
+      ),
+      "reference": lambda: _reference(*args, scale=scale),
+  }
+  return dispatch.run("recurrent_kda", candidates, implementation)
+
+
+def _mosaic_gpu():
+  from pallas_kernels.kda import mosaic_gpu_decode  # Loads Pallas if used.
+
+  return mosaic_gpu_decode
+
+
+def _reference(q, k, v, g, beta, state, *, scale):
+  if q.shape[1] != 1:
+    return reference.kda(q, k, v, g, beta, state, scale=scale)
+  groups = v.shape[2] // q.shape[2]
+  tokens = (
+      jnp.repeat(q, groups, axis=2),
+      jnp.repeat(k, groups, axis=2),
+      v,
+      g,
+      beta,
+  )
+  tokens = (x[:, 0].astype(state.dtype) for x in tokens)
+  state, out = reference.step(state, *tokens, scale=scale)
+  return out[:, None].astype(v.dtype), state

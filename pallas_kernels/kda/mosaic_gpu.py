@@ -117,8 +117,7 @@ def chunk_kda(
 
 
 def _check_served(q, k, v, z, interpret):
-  if interpret is None and not _on_hopper():
-    raise NotImplementedError("the kernels need a Hopper GPU")
+  check_hopper(interpret)
   key_width, value_width = q.shape[-1], v.shape[-1]
   if key_width not in WIDTHS or value_width not in WIDTHS:
     raise NotImplementedError(
@@ -133,12 +132,16 @@ def _check_served(q, k, v, z, interpret):
     raise NotImplementedError("no tokens")
 
 
-def _on_hopper() -> bool:
-  if dispatch.device_platform() != "gpu":
-    return False
-  abstract = jax.sharding.get_abstract_mesh().abstract_device
-  kind = (abstract or jax.devices("gpu")[0]).device_kind
-  return any(name in kind for name in ("H100", "H200", "H800", "H20"))
+def check_hopper(interpret: plgpu.InterpretGPUParams | None) -> None:
+  """Raises NotImplementedError unless interpreted or on a Hopper GPU."""
+  if interpret is not None:
+    return
+  if dispatch.device_platform() == "gpu":
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    kind = (abstract or jax.devices("gpu")[0]).device_kind
+    if any(name in kind for name in ("H100", "H200", "H800", "H20")):
+      return
+  raise NotImplementedError("the kernels need a Hopper GPU")
 
 
 def _run(
@@ -168,9 +171,9 @@ def _run(
       interpret=interpret,
       pairs=1 if interpret is not None else 2,
   )
-  runs = flags = None
+  flags = None
   if masked:
-    runs, flags = _rows_of(segment_ids, batch, tokens, padded)
+    flags = _flags_of(segment_ids, batch, tokens, padded)
   beta = _pad_tokens(beta, padded).transpose(0, 2, 1)
   if initial_state is None:
     initial_state = jnp.zeros((batch, value_heads, width, values))
@@ -181,7 +184,7 @@ def _run(
   if rows != tokens:
     q, k, v, z = (_pad_tokens(x, rows) for x in (q, k, v, z))
   out, final = _attend(
-      plan, q, k, v, z, beta, slope, bias, initial_state, runs, flags
+      plan, q, k, v, z, beta, slope, bias, initial_state, flags
   )
   return out[:, :tokens], final
 
@@ -191,35 +194,33 @@ def _pad_tokens(x, padded):
   return jnp.pad(x, ((0, 0), (0, amount)) + ((0, 0),) * (x.ndim - 2))
 
 
-def _rows_of(segment_ids, batch, tokens, padded):
-  """Each row's run and its flags, [B, T64] int32."""
+def _flags_of(segment_ids, batch, tokens, padded):
+  """What the kernels know of each row's segment, [B, T64] int32."""
   if segment_ids is None:
     segment_ids = jnp.ones((batch, tokens), jnp.int32)
   valid, runs = segments.runs_of(_pad_tokens(segment_ids, padded))
   by_chunk = runs.reshape(batch, -1, CHUNK)
-  last = by_chunk[:, :, -1]
-  before = jnp.pad(last, ((0, 0), (1, 0)))[:, :-1]
-  reads = valid & (by_chunk == before[..., None]).reshape(runs.shape)
-  writes = valid & (by_chunk == last[..., None]).reshape(runs.shape)
-  keeps = jnp.repeat(before == last, CHUNK, axis=1)
-  flags = sum(
-      jnp.where(condition, bit, 0)
-      for condition, bit in (
-          (valid, prep_lib.VALID),
-          (reads, prep_lib.READS_STATE),
-          (writes, prep_lib.WRITES_STATE),
-          (keeps, prep_lib.KEEPS_STATE),
-      )
-  )
-  return runs, flags.astype(jnp.int32)
+  last = by_chunk[:, :, -1:]
+  before = jnp.pad(last, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+  row, other = by_chunk[..., None], by_chunk[:, :, None]
+  valid = valid.reshape(by_chunk.shape)
+  flags = [
+      (valid, prep_lib.VALID),
+      (valid & (by_chunk == before), prep_lib.READS_STATE),
+      (valid & (by_chunk == last), prep_lib.WRITES_STATE),
+      (before == last, prep_lib.KEEPS_STATE),
+  ]
+  flags = sum(jnp.where(condition, bit, 0) for condition, bit in flags)
+  # Runs never decrease, so a run's rows are next to each other.
+  flags += jnp.sum(other < row, -1) << prep_lib.FIRST_SHIFT
+  flags += jnp.sum(other <= row, -1) << prep_lib.STOP_SHIFT
+  return flags.reshape(batch, padded).astype(jnp.int32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(plan, q, k, v, z, beta, slope, bias, initial, runs, flags):
+def _attend(plan, q, k, v, z, beta, slope, bias, initial, flags):
   """o [B, T, HV, V] and the final state, from per-chunk tiles and a scan."""
-  tiles = prep_lib.prep(
-      plan, q, k, z, _not_zero(beta), slope, bias, runs, flags
-  )
+  tiles = prep_lib.prep(plan, q, k, z, _not_zero(beta), slope, bias, flags)
   out, final = scan_lib.scan(
       plan, tiles, v, initial.swapaxes(2, 3), flags, output=True
   )
@@ -236,9 +237,9 @@ def _attend_fwd(plan, *args):
 
 
 def _attend_bwd(plan, args, cotangents):
-  q, k, v, z, beta, slope, bias, initial, runs, flags = args
+  q, k, v, z, beta, slope, bias, initial, flags = args
   d_out, d_final = cotangents
-  local = (q, k, z, _not_zero(beta), slope, bias, runs, flags)
+  local = (q, k, z, _not_zero(beta), slope, bias, flags)
   tiles = prep_lib.prep(plan, *local)
   states, v_new = scan_lib.scan(
       plan, tiles, v, initial.swapaxes(2, 3), flags, output=False
@@ -259,7 +260,6 @@ def _attend_bwd(plan, args, cotangents):
       jnp.sum(d_slope, axis=-1),
       d_bias,
       d_initial.swapaxes(2, 3),
-      None,
       None,
   )
 

@@ -1,4 +1,4 @@
-"""Gradients of what is local to a chunk, on Hopper: one block per item.
+"""Gradients of what is local to a chunk, on Hopper: three warpgroups an item.
 
 With the tiles k+, k-, q+ of `mosaic_gpu_prep`, the state S before the chunk,
 the gradient dS after it, v', dr and do, three warpgroups each make the
@@ -28,7 +28,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.kda import mosaic_gpu_lanes as lanes_lib
 from pallas_kernels.kda import mosaic_gpu_prep as prep_lib
 from pallas_kernels.kda.mosaic_gpu_prep import CHUNK
-from pallas_kernels.kda.mosaic_gpu_prep import COLUMN
 from pallas_kernels.kda.mosaic_gpu_prep import HALF
 from pallas_kernels.kda.mosaic_gpu_prep import LOG2_E
 from pallas_kernels.kda.mosaic_gpu_prep import READS_STATE
@@ -44,7 +43,8 @@ _K_NORM, _Q_NORM, _BETA, _Q_DOT, _K_DOT, _PAST_DOT, _DBETA = range(7)
 _BIAS, _GAM, _DLAST = range(3)
 
 
-def gradient(plan: Plan, q, k, z, beta, slope, bias, runs, flags, saved):
+@functools.partial(jax.jit, static_argnums=0)
+def gradient(plan: Plan, q, k, z, beta, slope, bias, flags, saved):
   """Gradients of q, k, z, beta and sums for the gate's parameters.
 
   Args:
@@ -55,7 +55,6 @@ def gradient(plan: Plan, q, k, z, beta, slope, bias, runs, flags, saved):
     beta: [B, HV, T64] fp32, not zero.
     slope: [HV].
     bias: [HV, K].
-    runs: [B, T64] or None.
     flags: [B, T64] or None.
     saved: states, ds [B, HV, N, V, K] bf16, v_new [B, HV, N, 64, V] bf16, dv and
       do [B, T, HV, V] bf16.
@@ -82,7 +81,7 @@ def gradient(plan: Plan, q, k, z, beta, slope, bias, runs, flags, saved):
   tiled = lanes_lib.TILED
 
   def smem(shape, dtype=jnp.float32, transforms=()):
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    return plgpu.SMEM((1, *shape), dtype, transforms=transforms)
 
   def bf16(*shape):
     return smem(shape, jnp.bfloat16, tiled)
@@ -109,7 +108,7 @@ def gradient(plan: Plan, q, k, z, beta, slope, bias, runs, flags, saved):
       channels=smem((3, width)),
       rows=smem((7, CHUNK)),
       z_ready=plgpu.Barrier(num_arrivals=2),
-      qk_ready=plgpu.Barrier(num_arrivals=4 if plan.masked else 2),
+      qk_ready=plgpu.Barrier(num_arrivals=3 if plan.masked else 2),
       saved_ready=plgpu.Barrier(num_arrivals=6),
       pair_barrier=plgpu.Barrier(num_arrivals=2),
       barrier=plgpu.Barrier(num_arrivals=3),
@@ -121,16 +120,25 @@ def gradient(plan: Plan, q, k, z, beta, slope, bias, runs, flags, saved):
     scratch |= dict(z_tile=z_tile, cross=cross)
   operands = [q, k, z, beta, slope, bias, *saved]
   if plan.masked:
-    scratch["masks"] = smem((2, CHUNK), jnp.int32)
-    operands += [runs, flags]
+    scratch["flags"] = smem((CHUNK,), jnp.int32)
+    operands.append(flags)
   if plan.interpret is not None:
     scratch["stage"] = bf16(3, CHUNK, CHUNK)
+  items = batch * value_heads * chunks
+  walk = prep_lib.Walk(
+      batch=batch,
+      chunks=chunks,
+      value_heads=value_heads,
+      heads_per_query=value_heads // q.shape[2],
+      pairs=1,
+      blocks=min(prep_lib.num_blocks(plan), items),
+  )
   kernel = plgpu.kernel(
-      functools.partial(_body, plan, value_heads // q.shape[2]),
+      functools.partial(_body, plan, walk),
       out_type=out_type,
       scratch_types=scratch,
-      grid=(value_heads, chunks, batch),
-      grid_names=("head", "chunk", "batch"),
+      grid=(walk.blocks,),
+      grid_names=("block",),
       num_threads=3,
       thread_name="warpgroup",
       kernel_name="kda_gradient",
@@ -146,7 +154,7 @@ def gradient(plan: Plan, q, k, z, beta, slope, bias, runs, flags, saved):
 
 def _body(
     plan,
-    heads_per_query,
+    walk,
     q_gm,
     k_gm,
     z_gm,
@@ -159,100 +167,142 @@ def _body(
     dv_gm,
     do_gm,
     *rest,
-    **s
+    **scratch
 ):
-  masked_inputs, outputs = rest[:-5], rest[-5:]
+  flags_gm, outputs = rest[:-5], rest[-5:]
   dq_gm, dk_gm, dz_gm, dbeta_gm, sums_gm = outputs
   role = lax.axis_index("warpgroup")
-  head, chunk, b = (lax.axis_index(n) for n in ("head", "chunk", "batch"))
-  (s["state"], s["ds"], s["v_new"], s["dr"], s["do"]), staging = s.pop("union")
-  s["staging"] = staging[0] if isinstance(staging, (tuple, list)) else staging
-  again = "z_or_cross" in s
+  saved, staging = scratch.pop("union")
+  refs = scratch | dict(zip(("state", "ds", "v_new", "dr", "do"), saved))
+  refs["staging"] = (
+      staging[0] if isinstance(staging, (tuple, list)) else staging
+  )
+  again = "z_or_cross" in refs
   if again:
-    s["z_tile"], s["cross"] = prep_lib.members(s.pop("z_or_cross"))
-  rows = pl.ds(chunk * CHUNK, CHUNK)
-  at = (b, head, chunk)
+    refs["z_tile"], refs["cross"] = prep_lib.members(refs.pop("z_or_cross"))
+  first = lax.axis_index("block")
+  count = walk.count(first)
   copy = plgpu.copy_gmem_to_smem
   interpret = plan.interpret is not None
   width = q_gm.shape[-1]
 
-  def load_z():
-    copy(z_gm.at[b, rows, head], s["z_tile"], s["z_ready"])
-    copy(bias_gm.at[head], s["channels"].at[_BIAS], s["z_ready"])
+  def views(i=0):
+    # As in `mosaic_gpu_prep`: addresses that are not known before the loop.
+    this = lax.shift_right_logical(jnp.int32(i), 30)
+    return {
+        name: ref if name.endswith(("ready", "barrier")) else ref.at[this]
+        for name, ref in refs.items()
+    }
 
-  @pl.when(role == 0)
-  def _load():
-    source = lax.div(head, heads_per_query)
-    load_z()
-    copy(k_gm.at[b, rows, source], s["k_tile"], s["qk_ready"])
-    copy(q_gm.at[b, rows, source], s["q_tile"], s["qk_ready"])
-    for j, gm in enumerate(masked_inputs):
-      copy(gm.at[b, rows], s["masks"].at[j], s["qk_ready"])
+  def place(i):
+    b, chunk, head = walk.item(first, i)
+    return b, head, chunk, pl.ds(chunk * CHUNK, CHUNK)
+
+  def load_saved(i, s):
+    """All but beta, which follows once the item before has left."""
+    b, head, chunk, rows = place(i)
+    at = (b, head, chunk)
     copy(states_gm.at[at], s["state"], s["saved_ready"])
     copy(ds_gm.at[at], s["ds"], s["saved_ready"])
     copy(v_new_gm.at[at], s["v_new"], s["saved_ready"])
     copy(dv_gm.at[b, rows, head], s["dr"], s["saved_ready"])
     copy(do_gm.at[b, rows, head], s["do"], s["saved_ready"])
+
+  def load_z(i, s):
+    b, head, _, rows = place(i)
+    copy(z_gm.at[b, rows, head], s["z_tile"], s["z_ready"])
+    copy(bias_gm.at[head], s["channels"].at[_BIAS], s["z_ready"])
+
+  def load_local(i, s):
+    b, head, _, rows = place(i)
+    source = lax.div(head, walk.heads_per_query)
+    load_z(i, s)
+    copy(k_gm.at[b, rows, source], s["k_tile"], s["qk_ready"])
+    copy(q_gm.at[b, rows, source], s["q_tile"], s["qk_ready"])
+    for gm in flags_gm:
+      copy(gm.at[b, rows], s["flags"], s["qk_ready"])
     copy(beta_gm.at[b, head, rows], s["rows"].at[_BETA], s["saved_ready"])
 
   def sync(name):
     plgpu.commit_smem()
-    plgpu.barrier_arrive(s[name])
-    plgpu.barrier_wait(s[name])
+    plgpu.barrier_arrive(refs[name])
+    plgpu.barrier_wait(refs[name])
 
-  slope = slope_gm[head]
-
-  @pl.when(role < 2)
+  @pl.when(role == 0)
   def _():
-    plgpu.barrier_wait(s["qk_ready"])
-    plgpu.barrier_wait(s["z_ready"])
-    lanes = lanes_lib.Lanes.create(width, role, interpret)
-    sums = prep_lib.gate_sums(plan, lanes, slope, s)
-    if plan.raw:
-      prep_lib.row_norms(plan, role, s)
-    sync("pair_barrier")
-    _decayed_tiles(plan, lanes, sums, s)
-    plgpu.barrier_wait(s["saved_ready"])
+    load_local(0, views())
+    load_saved(0, views())
 
-  @pl.when(role == 2)
-  def _():
-    if plan.masked:
-      plgpu.barrier_wait(s["qk_ready"])
-    plgpu.barrier_wait(s["saved_ready"])
-    for half in (0, 1):
-      lanes = lanes_lib.Lanes.create(width, half, interpret)
-      _state_dots(lanes, s)
+  def one_item(i, _):
+    s = views(i)
+    b, head, chunk, rows = place(i)
+    slope = slope_gm[head]
 
-  sync("barrier")
-  branches = (_query_side, _key_side, _past_side)
-  for side, branch in enumerate(branches):
-
-    @pl.when(role == side)
-    def _(side=side, branch=branch):
-      tile = branch(plan, s)
-      sync("barrier")  # Everyone is done with what the staging overwrites.
-      if again and side == 0:
-        load_z()
-      columns = pl.ds(0, width)
-      s["staging"].at[side, :, columns][...] = tile
-      sync("barrier")
-
-  @pl.when(role < 2)
-  def _():
-    lanes = lanes_lib.Lanes.create(width, role, interpret)
-    if again:
-      plgpu.barrier_wait(s["z_ready"])
-    _finish(plan, lanes, slope, s)
-    sync("pair_barrier")
-
-    @pl.when(role == 0)
+    @pl.when(role < 2)
     def _():
-      plgpu.copy_smem_to_gmem(s["q_tile"], dq_gm.at[b, rows, head])
-      plgpu.copy_smem_to_gmem(s["k_tile"], dk_gm.at[b, rows, head])
-      plgpu.copy_smem_to_gmem(s["z_tile"], dz_gm.at[b, rows, head])
-      plgpu.copy_smem_to_gmem(s["rows"].at[_DBETA], dbeta_gm.at[b, head, rows])
-      plgpu.copy_smem_to_gmem(s["sums"], sums_gm.at[at])
-      plgpu.wait_smem_to_gmem(0)
+      plgpu.barrier_wait(s["qk_ready"])
+      plgpu.barrier_wait(s["z_ready"])
+      lanes = lanes_lib.Lanes.create(width, role, interpret)
+      sums = prep_lib.gate_sums(plan, lanes, slope, s)
+      if plan.raw:
+        prep_lib.row_norms(plan, role, s)
+      sync("pair_barrier")
+      _decayed_tiles(plan, lanes, sums, s)
+      plgpu.barrier_wait(s["saved_ready"])
+
+    @pl.when(role == 2)
+    def _():
+      if plan.masked:
+        plgpu.barrier_wait(s["qk_ready"])
+      plgpu.barrier_wait(s["saved_ready"])
+      for half in (0, 1):
+        lanes = lanes_lib.Lanes.create(width, half, interpret)
+        _state_dots(lanes, s)
+      _beta_gradient(s)
+
+    sync("barrier")
+    for side, branch in enumerate((_query_side, _key_side, _past_side)):
+
+      @pl.when(role == side)
+      def _(side=side, branch=branch):
+        tile = branch(plan, s)
+        sync("barrier")  # Everyone is done with what the staging overwrites.
+        if again and side == 0:
+          load_z(i, s)
+        columns = pl.ds(0, width)
+        s["staging"].at[side, :, columns][...] = tile
+        sync("barrier")
+
+    @pl.when(role < 2)
+    def _():
+      lanes = lanes_lib.Lanes.create(width, role, interpret)
+      if again:
+        plgpu.barrier_wait(s["z_ready"])
+      _finish(plan, lanes, slope, s)
+      sync("pair_barrier")
+
+      @pl.when(role == 0)
+      def _():
+        @pl.when(i + 1 < count)
+        def _():
+          load_saved(i + 1, s)
+
+        store = plgpu.copy_smem_to_gmem
+        store(s["q_tile"], dq_gm.at[b, rows, head])
+        store(s["k_tile"], dk_gm.at[b, rows, head])
+        store(s["z_tile"], dz_gm.at[b, rows, head])
+        store(s["rows"].at[_DBETA], dbeta_gm.at[b, head, rows])
+        store(s["sums"], sums_gm.at[b, head, chunk])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(i + 1 < count)
+        def _():
+          load_local(i + 1, s)
+
+    return None
+
+  lax.fori_loop(0, count, one_item, None)
+  plgpu.wait_smem_to_gmem(0)
 
 
 def _decayed_tiles(plan, lanes, sums, s):
@@ -262,7 +312,7 @@ def _decayed_tiles(plan, lanes, sums, s):
   from_edge = jnp.exp2(at.from_edge).astype(jnp.bfloat16)
   gam = jnp.exp2(at.whole)
   if plan.masked:
-    keeps = (s["masks"][1, 0] & prep_lib.KEEPS_STATE) != 0
+    keeps = (s["flags"][0] & prep_lib.KEEPS_STATE) != 0
     gam = jnp.where(keeps, gam, 0.0)
   lanes.store_group(s["powers"], jnp.exp2(at.middle))
   lanes.store_group(s["tails"], jnp.exp2(at.whole - at.middle))
@@ -278,7 +328,7 @@ def _decayed_tiles(plan, lanes, sums, s):
     else:
       q *= plan.scale
     if plan.masked:
-      flags = lanes.load_row_value(s["masks"].at[1], r)
+      flags = lanes.load_row_value(s["flags"], r)
       valid = (flags & VALID) != 0
       k, q = jnp.where(valid, k, 0.0), jnp.where(valid, q, 0.0)
     k_plus = (k * plus).astype(jnp.bfloat16)
@@ -293,6 +343,17 @@ def _decayed_tiles(plan, lanes, sums, s):
     q_other = q_plus * to_edge * from_edge
     q_other = lanes.where_warp_from(2, q_other, k_other)
     lanes.store_tile(s["cross"], r, q_other, upper_offset=HALF)
+
+
+def _beta_gradient(s):
+  """Of the error e = v' / beta and its solve's gradient dr / beta, by rows."""
+  beta = plgpu.load(s["rows"].at[_BETA], layout=ROW)
+  dots = 0.0
+  for first in range(0, s["dr"].shape[1], 64):
+    piece = s["dr"].at[:, pl.ds(first, 64)]
+    dr = plgpu.load(piece, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+    dots += _row_dot(dr, s["v_new"].at[:, pl.ds(first, 64)])
+  s["rows"][_DBETA] = dots / beta / beta
 
 
 def _state_dots(lanes, s):
@@ -336,45 +397,26 @@ def _stage(s, side):
   return s["stage"].at[side] if "stage" in s else None
 
 
-def _indices(plan, columns=CHUNK):
-  return lanes_lib.tile_indices(columns, plan.interpret is not None)
-
-
-def _two_parts(plan, x, below, s):
-  """Masks a score gradient; its diagonal halves and its corner, in bf16.
-
-  Args:
-    plan: the static part.
-    x: [64, 64] fp32.
-    below: (row, column) -> where the entry is kept.
-    s: shared memory.
-  """
-  row, column = _indices(plan)
-  x = jnp.where(below(row, column), x, 0.0)
-  if plan.masked:
-    x = jnp.where(prep_lib.same_run(s), x, 0.0)
-  inside = (row >= HALF) == (column >= HALF)
-  x = x.astype(jnp.bfloat16)
-  zero = jnp.zeros((), jnp.bfloat16)
-  return jnp.where(inside, x, zero), jnp.where(inside, zero, x)
-
-
-def _by_half(plan, vectors, shape):
-  """[64, K] with row 0 of vectors [4, K] above and row 2 below."""
-  first, second = (
-      lax.broadcast_in_dim(
-          plgpu.load(vectors.at[w], layout=COLUMN), shape, (1,)
-      )
-      for w in (0, 2)
+def _two_parts(plan, x, later, diagonal, s):
+  """`lanes_lib.score_parts` with the rows' segments."""
+  flags = plgpu.load(s["flags"], layout=ROW) if plan.masked else None
+  return lanes_lib.score_parts(
+      x,
+      later=later,
+      diagonal=diagonal,
+      flags=flags,
+      interpret=plan.interpret is not None,
   )
-  row, _ = _indices(plan, shape[1])
-  return jnp.where(row < HALF, first, second)
+
+
+def _by_half(plan, vectors, width):
+  return lanes_lib.half_factors(vectors, width, plan.interpret is not None)
 
 
 def _where_flag(plan, s, bit, x):
   if not plan.masked:
     return x
-  flags = plgpu.load(s["masks"].at[1], layout=ROW)
+  flags = plgpu.load(s["flags"], layout=ROW)
   keep = lax.broadcast_in_dim((flags & bit) != 0, x.shape, (0,))
   return jnp.where(keep, x, 0.0)
 
@@ -389,15 +431,15 @@ def _row_dot(x, tile):
   return total
 
 
-def _later_side(plan, s, side, rows_name, tile_name, sign, below):
+def _later_side(plan, s, side, rows_name, tile_name, sign):
   """dq+ or dk+: gradients of a tile on the later side of a score."""
   width = s["q_tile"].shape[1]
   d_score = _product(
       (CHUNK, CHUNK), [(s[rows_name], s["v_new"].transpose((1, 0)))], None
   )
-  inner, corner = _two_parts(plan, sign * d_score, below, s)
+  inner, corner = _two_parts(plan, sign * d_score, True, side == 0, s)
   tile = _product((CHUNK, width), [(s[rows_name], s["state"])], None)
-  tile = tile * _by_half(plan, s["powers"], tile.shape) * sign
+  tile = tile * _by_half(plan, s["powers"], width) * sign
   tile = _where_flag(plan, s, READS_STATE, tile)
   terms = [(inner, s["k_minus"]), (corner, s["cross"].at[pl.ds(0, CHUNK)])]
   tile = _product(tile, terms, _stage(s, side))
@@ -407,31 +449,18 @@ def _later_side(plan, s, side, rows_name, tile_name, sign, below):
 
 
 def _query_side(plan, s):
-  # d beta: the error e = v' / beta and the gradient w = dr / beta of its
-  # solve, by rows.
-  beta = plgpu.load(s["rows"].at[_BETA], layout=ROW)
-  dots = 0.0
-  for first in range(0, s["dr"].shape[1], 64):
-    piece = s["dr"].at[:, pl.ds(first, 64)]
-    dr = plgpu.load(piece, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-    dots += _row_dot(dr, s["v_new"].at[:, pl.ds(first, 64)])
-  s["rows"][_DBETA] = dots / beta / beta
-  return _later_side(
-      plan, s, 0, "do", "q_tile", 1.0, lambda row, column: column <= row
-  )
+  return _later_side(plan, s, 0, "do", "q_tile", 1.0)
 
 
 def _key_side(plan, s):
-  return _later_side(
-      plan, s, 1, "dr", "k_tile", -1.0, lambda row, column: column < row
-  )
+  return _later_side(plan, s, 1, "dr", "k_tile", -1.0)
 
 
 def _past_side(plan, s):
   """dk-: the gradient of the earlier side of both scores and of the state."""
   width = s["q_tile"].shape[1]
   tile = _product((CHUNK, width), [(s["v_new"], s["ds"])], None)
-  tile = tile * _by_half(plan, s["tails"], tile.shape)
+  tile = tile * _by_half(plan, s["tails"], width)
   tile = _where_flag(plan, s, WRITES_STATE, tile)
   for first in range(0, width, 64):
     columns = pl.ds(first, 64)
@@ -441,14 +470,14 @@ def _past_side(plan, s):
     dots = jnp.sum(tile[:, first : first + 64] * past, axis=0)
     s["channels"].at[_DLAST, columns][...] = dots
   sides = (
-      ("do", 1.0, "q_tile", HALF, lambda row, column: row <= column),
-      ("dr", -1.0, "k_tile", 0, lambda row, column: row < column),
+      ("do", 1.0, "q_tile", HALF, True),
+      ("dr", -1.0, "k_tile", 0, False),
   )
-  for rows_name, sign, name, window, above in sides:
+  for rows_name, sign, name, window, diagonal in sides:
     d_score = _product(
         (CHUNK, CHUNK), [(s["v_new"], s[rows_name].transpose((1, 0)))], None
     )
-    inner, corner = _two_parts(plan, sign * d_score, above, s)
+    inner, corner = _two_parts(plan, sign * d_score, False, diagonal, s)
     terms = [
         (inner, s[name]),
         (corner, s["cross"].at[pl.ds(window, CHUNK)]),
@@ -476,7 +505,7 @@ def _finish(plan, lanes, slope, s):
       g = jnp.maximum(z, plan.lower_bound) * LOG2_E
       slopes[r] = jnp.where(z >= plan.lower_bound, 1.0, 0.0)
     if plan.masked:
-      flags = lanes.load_row_value(s["masks"].at[1], r)
+      flags = lanes.load_row_value(s["flags"], r)
       valid = (flags & VALID) != 0
       g = jnp.where(valid, g, 0.0)
       slopes[r] = jnp.where(valid, slopes[r], 0.0)
@@ -504,7 +533,7 @@ def _finish(plan, lanes, slope, s):
     else:
       dq *= plan.scale
     if plan.masked:
-      flags = lanes.load_row_value(s["masks"].at[1], r)
+      flags = lanes.load_row_value(s["flags"], r)
       valid = (flags & VALID) != 0
       dq, dk = jnp.where(valid, dq, 0.0), jnp.where(valid, dk, 0.0)
     lanes.store_tile(s["q_tile"], r, dq.astype(jnp.bfloat16))
@@ -519,27 +548,25 @@ def _gate_gradient(plan, lanes, slope, d_sums, slopes, s):
     last += lanes.load_channels(s["partial"].at[w])
   last = last * lanes.load_channels(s["channels"].at[_GAM])
   last += lanes.load_channels(s["channels"].at[_DLAST])
-  running, own = lanes.running_sums(d_sums)
+  own = lanes.running_sums(d_sums)[1]
   plgpu.commit_smem()  # partial is read, and becomes the totals of dG.
   lanes.store_group(s["partial"], own)
   plgpu.commit_smem()
-  total = [lanes.load_channels(s["partial"].at[w]) for w in range(4)]
-  # What a row's own and later rows sum to, up to its running sum.
-  after = last + total[3]
-  carry = after + total[2]
-  suffix = lanes.where_warp_from(3, after, carry)
-  carry = carry + total[1]
-  suffix = lanes.where_warp_from(2, suffix, carry)
-  suffix = lanes.where_warp_from(1, suffix, carry + total[0])
+  # What the later warps' rows sum to.
+  after = last
+  for w in (3, 2, 1):
+    later = after + lanes.load_channels(s["partial"].at[w])
+    after = lanes.where_warp_from(w, after, later)
+  d_sums = lanes.sums_from_end(d_sums, after)
   d_bias, d_slope = {}, {}
   for r in lanes.rows:
-    dx = (suffix - running[r] + d_sums[r]) * slopes[r]
+    dx = d_sums[r] * slopes[r]
     z = lanes.load_plain(s["z_tile"], r)
     d_bias[r] = dx
     dz = dx * slope if plan.raw else dx
     d_slope[r] = dx * z.astype(jnp.float32)
     if plan.masked:
-      flags = lanes.load_row_value(s["masks"].at[1], r)
+      flags = lanes.load_row_value(s["flags"], r)
       valid = (flags & VALID) != 0
       d_slope[r] = jnp.where(valid, d_slope[r], 0.0)
     lanes.store_plain(s["z_tile"], r, dz.astype(z.dtype))

@@ -84,6 +84,16 @@ class Lanes:
       sums[r] = total
     return sums, total
 
+  def sums_from_end(self, values: dict, after: jax.Array) -> dict:
+    """`after` plus the sum over a row and the warp's later rows, per row."""
+    if self.interpret:
+      [(key, value)] = values.items()
+      return {key: after + jnp.cumsum(value[:, ::-1], axis=1)[:, ::-1]}
+    sums = {}
+    for r in reversed(range(ROWS)):
+      after = sums[r] = after + values[r]
+    return sums
+
   @property
   def layout(self):
     return plgpu.Layout.WG_STRIDED((self.size,), vec_size=self.vector)
@@ -288,37 +298,174 @@ def tile_indices(columns: int, interpret: bool) -> tuple[jax.Array, jax.Array]:
 
   @plgpu.inline_mgpu(arg_types=(_THREAD,), return_type=[struct, struct])
   def indices(_, thread):
-    i32 = ir.IntegerType.get_signless(32)
-    constant = lambda value: arith.constant(i32, value)
-    [register] = thread.registers.flat
-    index = vector.extract(register, dynamic_position=[], static_position=[0])
-    in_group = arith.remui(index, constant(128))
-    lane = arith.remui(index, constant(32))
-    first_row = arith.addi(
-        arith.muli(arith.divui(in_group, constant(32)), constant(ROWS)),
-        arith.divui(lane, constant(4)),
-    )
-    first_column = arith.muli(arith.remui(lane, constant(4)), constant(2))
-    kind = ir.VectorType.get((2,), i32)
-    mgpu_layout = layout.to_mgpu()
-    rows = np.empty(mgpu_layout.registers_shape(shape), dtype=object)
-    cols = np.empty_like(rows)
-    flat_rows = rows.reshape(columns // 8, 2)
-    flat_cols = cols.reshape(columns // 8, 2)
+    rows, cols = (_Fragment(thread, columns, jnp.int32) for _ in range(2))
+    kind = ir.VectorType.get((2,), ir.IntegerType.get_signless(32))
+    c = rows.constant
     for h in (0, 1):
-      row = arith.addi(first_row, constant(8 * h))
+      row = arith.addi(rows.row, c(8 * h))
       for tile in range(columns // 8):
-        flat_rows[tile, h] = vector.broadcast(kind, row)
-        flat_cols[tile, h] = vector.from_elements(
-            kind,
-            [arith.addi(first_column, constant(8 * tile + i)) for i in (0, 1)],
+        rows.registers[tile, h] = vector.broadcast(kind, row)
+        cols.registers[tile, h] = vector.from_elements(
+            kind, [arith.addi(cols.column, c(8 * tile + i)) for i in (0, 1)]
         )
-    make = lambda r: mgpu.FragmentedArray(
-        _registers=r, _layout=mgpu_layout, _is_signed=True
-    )
-    return [make(rows), make(cols)]
+    return [rows.array(), cols.array()]
 
   return tuple(indices(opaque_thread()))
+
+
+def half_factors(ref, width: int, interpret: bool) -> jax.Array:
+  """[64, width] fp32 with row 0 of a plain [4, width] above, row 2 below."""
+  if interpret:
+    return jnp.repeat(ref[...][::2], 32, axis=0)
+  layout = plgpu.Layout.WGMMA
+  struct = plgpu.ShapeDtypeStruct((64, width), jnp.float32, layout=layout)
+
+  @plgpu.inline_mgpu(
+      arg_types=(_THREAD, plgpu.RefType(())), return_type=struct
+  )
+  def load(_, thread, memory):
+    at = _Fragment(thread, width)
+    row = arith.muli(at.upper, at.constant(2))
+    index = lambda x: arith.index_castui(ir.IndexType.get(), x)
+    kind = ir.VectorType.get((2,), ir.F32Type.get())
+    for tile in range(width // 8):
+      column = arith.addi(at.column, at.constant(8 * tile))
+      value = vector.load(kind, memory, [index(row), index(column)])
+      at.registers[tile] = [value, value]
+    return at.array()
+
+  return load(opaque_thread(), ref)
+
+
+def score_parts(
+    x: jax.Array,
+    *,
+    later: bool,
+    diagonal: bool,
+    flags: jax.Array | None,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+  """Masks a score's gradient; its diagonal halves and its corner, in bf16.
+
+  Args:
+    x: [64, 64] fp32.
+    later: whether rows are the later side, so that columns before are kept;
+      otherwise columns after are.
+    diagonal: whether the diagonal is kept.
+    flags: [64] int32 by rows; its second byte is the first column that a
+      later row keeps, the rest above is where an earlier row stops.
+    interpret: use array terms.
+  """
+  size = 64
+  if interpret:
+    row, column = tile_indices(size, True)
+    low, high = (column, row) if later else (row, column)
+    keep = low <= high if diagonal else low < high
+    if flags is not None:
+      first, stop = (flags >> 8) & 0xFF, flags >> 16
+      same = column >= first[:, None] if later else column < stop[:, None]
+      keep = keep & same
+    x = jnp.where(keep, x, 0.0).astype(jnp.bfloat16)
+    inside = (row >= 32) == (column >= 32)
+    return jnp.where(inside, x, 0), jnp.where(inside, 0, x)
+  layout = plgpu.Layout.WGMMA
+  struct = plgpu.ShapeDtypeStruct((size, size), jnp.bfloat16, layout=layout)
+  arguments = [opaque_thread(), x]
+  kinds = [_THREAD, layout]
+  if flags is not None:
+    arguments.append(flags)
+    kinds.append(layout.reduce(1))
+
+  @plgpu.inline_mgpu(arg_types=tuple(kinds), return_type=[struct, struct])
+  def split(_, thread, array, *by_row):
+    at, other = (_Fragment(thread, size, jnp.bfloat16) for _ in range(2))
+    c, predicate = at.constant, arith.CmpIPredicate
+    values = array.registers.reshape(size // 8, 2)
+    words = [_scalar(r) for r in by_row[0].registers.flat] if by_row else ()
+    bounds = []  # [row half] of (predicate, bound on 8 tile + i)
+    for h in (0, 1):
+      row = arith.subi(arith.addi(at.row, c(8 * h)), at.column)
+      offset = int(diagonal) if later else int(not diagonal)
+      kept = [(predicate.sgt if later else predicate.sle, offset, row)]
+      if by_row and later:
+        first = arith.andi(arith.shrui(words[h], c(8)), c(0xFF))
+        kept.append((predicate.sle, 0, arith.subi(first, at.column)))
+      elif by_row:
+        stop = arith.shrui(words[h], c(16))
+        kept.append((predicate.sgt, 0, arith.subi(stop, at.column)))
+      bounds.append([(p, arith.addi(b, c(o))) for p, o, b in kept])
+    upper = arith.cmpi(predicate.ne, at.upper, c(0))
+    zero = arith.constant(ir.F32Type.get(), 0.0)
+    word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+    pair = ir.VectorType.get((2,), ir.BF16Type.get())
+    nothing = arith.constant(word, ir.DenseElementsAttr.get_splat(
+        word, ir.IntegerAttr.get(word.element_type, 0)
+    ))  # fmt: skip
+    for tile in range(size // 8):
+      for h in (0, 1):
+        kept = []
+        for i in (0, 1):
+          value = _scalar(values[tile, h], i)
+          for p, bound in bounds[h]:
+            keep = arith.cmpi(p, bound, c(8 * tile + i))
+            value = arith.select(keep, value, zero)
+          kept.append(value)
+        both = vector.from_elements(
+            ir.VectorType.get((2,), ir.F32Type.get()), kept
+        )
+        both = vector.bitcast(word, arith.truncf(pair, both))
+        inner, corner = both, nothing
+        # The two halves' columns that the other half's rows may reach.
+        if later and tile < 4:
+          inner = arith.select(upper, nothing, both)
+          corner = arith.select(upper, both, nothing)
+        elif not later and tile >= 4:
+          inner = arith.select(upper, both, nothing)
+          corner = arith.select(upper, nothing, both)
+        at.registers[tile, h] = vector.bitcast(pair, inner)
+        other.registers[tile, h] = vector.bitcast(pair, corner)
+    return [at.array(), other.array()]
+
+  return tuple(split(*arguments))
+
+
+class _Fragment:
+  """What a thread holds of a [64, columns] array in the wgmma layout.
+
+  Attributes:
+    row: of its first register; the second of a tile lies 8 below.
+    column: of its first register; the next tiles lie 8 to the right.
+    upper: 1 if its rows are 32 or more, else 0.
+    registers: [column tile, row half], to be filled.
+  """
+
+  def __init__(self, thread, columns, dtype=jnp.float32):
+    i32 = ir.IntegerType.get_signless(32)
+    self.constant = c = lambda value: arith.constant(i32, value)
+    index = _scalar(thread.registers.flat[0])
+    in_group = arith.remui(index, c(128))
+    lane = arith.remui(index, c(32))
+    warp = arith.divui(in_group, c(32))
+    self.row = arith.addi(
+        arith.muli(warp, c(ROWS)), arith.divui(lane, c(4))
+    )
+    self.column = arith.muli(arith.remui(lane, c(4)), c(2))
+    self.upper = arith.divui(warp, c(2))
+    self._layout = plgpu.Layout.WGMMA.to_mgpu()
+    self._shape = self._layout.registers_shape((64, columns))
+    self._signed = True if jnp.issubdtype(dtype, jnp.integer) else None
+    self.registers = np.empty((columns // 8, 2), dtype=object)
+
+  def array(self):
+    return mgpu.FragmentedArray(
+        _registers=self.registers.reshape(self._shape),
+        _layout=self._layout,
+        _is_signed=self._signed,
+    )
+
+
+def _scalar(register, i=0):
+  return vector.extract(register, dynamic_position=[], static_position=[i])
 
 
 def _one_register(register, layout, dtype):

@@ -38,14 +38,15 @@ NORM_EPSILON = 1e-6
 # A multiple of 2^-14 up to 512 has 23 bits: sums and differences with integers
 # are exact, so a factor is the same whatever integer it is taken relative to.
 _TO_GRID = 1.5 * 2.0**9
-_NUM_SMS = 132
 
 _NARROW = (plgpu.TilingTransform((8, 16)), plgpu.SwizzleTransform(32))
 ROW = plgpu.Layout.WGMMA.reduce(1)  # a value per row of a wgmma tile
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
-# Bits of a row's flags when segments or a tail are there.
+# A row's flags when segments or a tail are there: bits, and in two bytes the
+# chunk's rows [first, stop) that belong to the row's run.
 VALID, READS_STATE, WRITES_STATE, KEEPS_STATE = 1, 2, 4, 8
+FIRST_SHIFT, STOP_SHIFT = 8, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Plan:
       log decay and q, k are used as they come.
     scale: factor on q.
     lower_bound: of the gate (raw), or the floor under a given decay.
-    masked: rows carry runs and flags.
+    masked: rows carry flags.
     pairs: warpgroup pairs per block.
     interpret: InterpretGPUParams, or None on the device.
   """
@@ -70,7 +71,8 @@ class Plan:
   interpret: plgpu.InterpretGPUParams | None = None
 
 
-def prep(plan: Plan, q, k, z, beta, slope, bias, runs, flags):
+@functools.partial(jax.jit, static_argnums=0)
+def prep(plan: Plan, q, k, z, beta, slope, bias, flags):
   """Computes the tiles of the module's docstring.
 
   Args:
@@ -81,8 +83,7 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, runs, flags):
     beta: [B, HV, T64] fp32, T64 being T rounded up to 64.
     slope: [HV] fp32, exp(a_log) log2(e).
     bias: [HV, K] fp32, slope * dt_bias.
-    runs: [B, T64] int32, a run's number per row (masked only).
-    flags: [B, T64] int32, VALID | READS_STATE | WRITES_STATE (masked only).
+    flags: [B, T64] int32, see VALID and FIRST_SHIFT (masked only).
 
   Returns:
     nkgam, qg, kg [B, HV, N, 64, K] bf16; aqk, mb [B, HV, N, 64, 64] bf16; gam
@@ -97,7 +98,7 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, runs, flags):
   vector = jax.ShapeDtypeStruct((*lead, width), jnp.float32)
   items = math.prod(lead)
   pairs = plan.pairs
-  blocks = min(_NUM_SMS, pl.cdiv(items, pairs))
+  blocks = min(num_blocks(plan), pl.cdiv(items, pairs))
 
   def smem(shape, dtype, transforms=()):
     return plgpu.SMEM((pairs, *shape), dtype, transforms=transforms)
@@ -129,16 +130,16 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, runs, flags):
       rows=smem((3, CHUNK), jnp.float32),
       channels=smem((2, width), jnp.float32),
       z_ready=barriers(2),
-      qk_ready=barriers(4 if plan.masked else 2),
+      qk_ready=barriers(3 if plan.masked else 2),
       beta_ready=barriers(1),
       pair_barrier=barriers(2),
       tiles_read=barriers(2),
   )
   operands = [q, k, z, beta, slope, bias]
   if plan.masked:
-    scratch["masks"] = smem((2, CHUNK), jnp.int32)
-    operands += [runs, flags]
-  walk = _Walk(
+    scratch["flags"] = smem((CHUNK,), jnp.int32)
+    operands.append(flags)
+  walk = Walk(
       batch, chunks, value_heads, value_heads // q.shape[2], pairs, blocks
   )
   kernel = plgpu.kernel(
@@ -160,8 +161,13 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, runs, flags):
   return kernel(*operands)
 
 
+def num_blocks(plan: Plan) -> int:
+  """Blocks of a persistent kernel; few in the interpreter, so that they loop."""
+  return 2 if plan.interpret is not None else 132
+
+
 @dataclasses.dataclass(frozen=True)
-class _Walk:
+class Walk:
   """Which chunk of which head a pair works on, heads fastest."""
 
   batch: int
@@ -186,7 +192,7 @@ class _Walk:
 def _prep_body(
     plan, walk, q_gm, k_gm, z_gm, beta_gm, slope_gm, bias_gm, *rest, **scratch
 ):
-  masked_inputs, outputs = rest[:-6], rest[-6:]
+  flags_gm, outputs = rest[:-6], rest[-6:]
   nkgam_gm, qg_gm, kg_gm, aqk_gm, mb_gm, gam_gm = outputs
   warpgroup = lax.axis_index("warpgroup")
   pair, role = lax.div(warpgroup, 2), lax.rem(warpgroup, 2)
@@ -228,8 +234,8 @@ def _prep_body(
     source = lax.div(head, walk.heads_per_query)
     for gm, tile in ((q_gm, s["q_tile"]), (k_gm, s["k_tile"])):
       plgpu.copy_gmem_to_smem(gm.at[b, rows, source], tile, s["qk_ready"])
-    for j, gm in enumerate(masked_inputs):
-      plgpu.copy_gmem_to_smem(gm.at[b, rows], s["masks"].at[j], s["qk_ready"])
+    for gm in flags_gm:
+      plgpu.copy_gmem_to_smem(gm.at[b, rows], s["flags"], s["qk_ready"])
 
   def load_beta(i, s):
     b, _, head, rows = rows_of(i)
@@ -339,7 +345,7 @@ def gate_sums(plan, lanes, slope, s):
     else:
       g = jnp.maximum(z, plan.lower_bound) * LOG2_E
     if plan.masked:
-      flags = lanes.load_row_value(s["masks"].at[1], r)
+      flags = lanes.load_row_value(s["flags"], r)
       g = jnp.where((flags & VALID) != 0, g, 0.0)
     decays[r] = g
   sums, total = lanes.running_sums(decays)
@@ -370,7 +376,7 @@ def _decayed_tiles(plan, lanes, sums, s):
   gam = jnp.exp2(at.whole)
   if plan.masked:
     # The state passes only if the chunk ends in the segment it began in.
-    keeps = (s["masks"][1, 0] & KEEPS_STATE) != 0
+    keeps = (s["flags"][0] & KEEPS_STATE) != 0
     gam = jnp.where(keeps, gam, 0.0)
   lanes.store_group(s["powers"], jnp.exp2(at.middle))
   lanes.store_channels(s["channels"].at[1], gam)
@@ -385,7 +391,7 @@ def _decayed_tiles(plan, lanes, sums, s):
     else:
       q *= plan.scale
     if plan.masked:
-      flags = lanes.load_row_value(s["masks"].at[1], r)
+      flags = lanes.load_row_value(s["flags"], r)
       valid = (flags & VALID) != 0
       k, q = jnp.where(valid, k, 0.0), jnp.where(valid, q, 0.0)
     k_past = k * minus
@@ -475,13 +481,11 @@ def _scores(plus, window, s):
   )
 
 
-def same_run(s):
-  shape = (CHUNK, CHUNK)
-  row = plgpu.load(s["masks"].at[0], layout=ROW)
-  column = plgpu.load(s["masks"].at[0], layout=COLUMN)
-  return lax.broadcast_in_dim(row, shape, (0,)) == lax.broadcast_in_dim(
-      column, shape, (1,)
-  )
+def _first_of_run(s):
+  """[64, 64]: the first row of the chunk that is in a row's run."""
+  flags = plgpu.load(s["flags"], layout=ROW)
+  first = lax.shift_right_logical(flags, FIRST_SHIFT) & 0xFF
+  return lax.broadcast_in_dim(first, (CHUNK, CHUNK), (0,))
 
 
 def _causal(plan, score, low, s):
@@ -491,7 +495,7 @@ def _causal(plan, score, low, s):
   left = jnp.where(row[:, :HALF] >= HALF, low, score[:, :HALF])
   score = jnp.concatenate([left, score[:, HALF:]], axis=1)
   if plan.masked:
-    score = jnp.where(same_run(s), score, 0.0)
+    score = jnp.where(column >= _first_of_run(s), score, 0.0)
   return score
 
 
@@ -507,7 +511,8 @@ def _lower_parts(plan, score, low, beta, s):
   score *= lax.broadcast_in_dim(beta, score.shape, (0,))
   low *= lax.broadcast_in_dim(beta, low.shape, (0,))
   if plan.masked:
-    same = same_run(s)
+    _, column = lanes_lib.tile_indices(CHUNK, plan.interpret is not None)
+    same = column >= _first_of_run(s)
     score = jnp.where(same, score, 0.0)
     low = jnp.where(same[:, :HALF], low, 0.0)
   row, column = lanes_lib.tile_indices(size, plan.interpret is not None)
@@ -598,7 +603,7 @@ def _scale_to_state(plan, width, interpret, s):
     power = lanes.load_group(s["powers"]).astype(jnp.bfloat16)
     for r in lanes.rows:
       if plan.masked:
-        flags = lanes.load_row_value(s["masks"].at[1], r)
+        flags = lanes.load_row_value(s["flags"], r)
       for name, factor in (("k_tile", -power), ("q_tile", power)):
         x = lanes.load_tile(s[name], r) * factor
         if plan.masked:

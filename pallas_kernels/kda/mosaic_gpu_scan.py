@@ -14,6 +14,8 @@ tiles that `mosaic_gpu_prep` made.
             dS^T <- dS^T gam + do^T qg - dr^T kgam
 """
 
+import functools
+
 import jax
 from jax import lax
 from jax import numpy as jnp
@@ -33,6 +35,7 @@ _FEW_HEADS = 66
 _COMPUTE_REGISTERS, _FETCH_REGISTERS = 240, 24
 
 
+@functools.partial(jax.jit, static_argnums=0, static_argnames="output")
 def scan(plan: Plan, tiles, v, initial, flags, *, output: bool):
   """Runs the recurrence over chunks.
 
@@ -78,6 +81,7 @@ def scan(plan: Plan, tiles, v, initial, flags, *, output: bool):
   )
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def reverse_scan(plan: Plan, tiles, do, final, flags):
   """Runs the adjoint of the recurrence, from the last chunk to the first.
 
