@@ -1,14 +1,18 @@
 """Times the attention kernels beside every peer that imports, errors first.
 
-  python -m experiments.bench_kernels --output=/tmp/kda.json
+  python -m experiments.bench_kernels --hard --output=/tmp/kda.json
+  python -m experiments.bench_kernels --shapes=b1_t8192_h96 --peers=fla
 
 On the device at hand: checks outputs and gradients against a float64
 recurrence in five gate regimes (and stops if ours fail), then times ours and
-jax-linear-attention in this process and fla in another, each with
-forward+backward returning the output too. Prints one table; the JSON has
-every number. Peers are optional; they are measured, never used.
+the peers that run in JAX in this process and fla in another, forward+backward
+with the output returned. `--hard` adds the inputs that broke public kernels.
+Prints one table; the JSON has every number. A time is that of back-to-back
+calls, divided: the device's, since the host runs ahead of it. Peers are
+optional; they are measured, never used.
 """
 
+import functools
 import importlib.util
 import json
 import os
@@ -23,147 +27,73 @@ import jax
 from jax import numpy as jnp
 import numpy as np
 
+from experiments.kda_bench import hard
+from experiments.kda_bench import inputs as inputs_lib
+from experiments.kda_bench import peers
 from pallas_kernels.kda import api
 from pallas_kernels.kda import arg_specs
-from pallas_kernels.kda import gate
-from pallas_kernels.kda import reference
+from pallas_kernels.kda import decode
 
 _SHAPES = flags.DEFINE_list(
     "shapes",
     ["b1_t8192_h96", "b1_t65536_h32", "b8_t2048_h32"],
     "Names in pallas_kernels.kda.arg_specs.SPECS.",
 )
+_PEERS = flags.DEFINE_list(
+    "peers",
+    ["jax-linear-attention", "fla"],
+    "Of jax-linear-attention, tokamax and fla.",
+)
+_FLA_SHAPES = flags.DEFINE_list(
+    "fla_shapes",
+    ["b1_t8192_h96"],
+    "Shapes fla runs too; it tunes each number of heads for two minutes.",
+)
 _IMPLEMENTATION = flags.DEFINE_string(
     "implementation", None, "Of fused_kda; the device's best by default."
 )
-_FLA_SHAPES = flags.DEFINE_list(
-    "fla_shapes", [], "Shapes fla runs too (it tunes each for two minutes)."
+_CHECK = flags.DEFINE_bool("check", True, "Compare with float64 first.")
+_HARD = flags.DEFINE_bool("hard", False, "Also run the hard cases.")
+_DECODE = flags.DEFINE_list(
+    "decode", ["64", "32", "128"], "B, H and width of the one-token call."
 )
-_REPEATS = flags.DEFINE_integer("repeats", 9, "Timed groups; medians count.")
+_REPEATS = flags.DEFINE_integer("repeats", 7, "Timed groups; medians count.")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
-_TORCH_JOB = flags.DEFINE_string("torch_job", None, "Internal: fla's process.")
 
-REGIMES = ("random", "mild", "saturated", "correlated", "identical")
-GRADIENTS = ("q", "k", "v", "z", "beta_logits", "a_log", "dt_bias")
-_CHECK = arg_specs.ArgSpec(1, 1024, 4, 4)
+KINDS = ("forward", "forward+backward")
 # Ours must stay under these relative RMS errors, or nothing is timed.
 # Identical keys at beta near 1 cancel in the output itself.
-_OUTPUT_LIMIT = {regime: 1e-2 for regime in REGIMES} | {"identical": 3e-2}
-
-
-def make_inputs(spec, regime="random", seed=0):
-  """Returns fused_kda's array arguments by name, with gates of a regime."""
-  keys = jax.random.split(jax.random.key(seed), 7)
-  x = {
-      name: jax.random.normal(key, s.shape, jnp.float32)
-      for key, (name, s) in zip(keys, spec.shapes().items())
-  }
-  x["a_log"] = jnp.log(
-      jax.random.uniform(keys[5], x["a_log"].shape, minval=1.0, maxval=16.0)
-  )
-  x["dt_bias"] *= 0.5
-  if regime == "mild":
-    x["a_log"] *= 0.0
-    x["dt_bias"] -= 4.0
-  elif regime == "saturated":
-    x["z"] += 12.0
-    x["a_log"] = jnp.ones_like(x["a_log"])
-  elif regime in ("correlated", "identical"):
-    common = x["k"][:, :1]
-    noise = 0.3 if regime == "correlated" else 0.0
-    x["k"] = common + noise * x["k"]
-    x["a_log"] *= 0.0
-    x["z"] = 0.1 * x["z"] - 12.0
-    x["beta_logits"] += 5.0
-  return {
-      name: value.astype(spec.shapes()[name].dtype) for name, value in x.items()
-  }
+_OUTPUT_LIMIT = dict.fromkeys(inputs_lib.REGIMES, 1e-2) | {"identical": 3e-2}
+_DECODE_STEPS = 20  # in one program, each on the state of the one before
+_CHUNK = 64  # of the FLOP floor
+_HARD_TIMEOUT = 120.0  # seconds after the checks, before anything is timed
+_FLOPS = 790e9  # per millisecond: bf16 products of one H200, measured
 
 
 def _ours(x):
   return api.fused_kda(**x, implementation=_IMPLEMENTATION.value)[0]
 
 
-def _peer_jla():
-  """jax-linear-attention with the gate, the bound and beta made by XLA."""
-  if importlib.util.find_spec("jla") is None:
-    return None
-  from jla.ops.mosaic_gpu import kda as peer  # pylint: disable=g-import-not-at-top
-
-  def run(x):
-    g = gate.bounded_log_decay(x["z"], x["a_log"], x["dt_bias"])
-    beta = jax.nn.sigmoid(x["beta_logits"].astype(jnp.float32))
-    out = peer.kda(x["q"], x["k"], x["v"], g, beta, use_qk_l2norm=True)
-    return out[0] if isinstance(out, tuple) else out
-
-  return run
-
-
-def _recurrence(x):
-  """The token recurrence on raw inputs, in the inputs' precision."""
-  norm = lambda y: y / jnp.sqrt(jnp.sum(y * y, -1, keepdims=True) + 1e-6)
-  g = gate.bounded_log_decay(x["z"], x["a_log"], x["dt_bias"])
-  shape = x["q"].shape[:1] + x["v"].shape[2:3] + x["q"].shape[3:]
-  state = jnp.zeros((*shape, x["v"].shape[3]), x["q"].dtype)
-  return reference.kda(
-      norm(x["q"]),
-      norm(x["k"]),
-      x["v"],
-      g,
-      jax.nn.sigmoid(x["beta_logits"]),
-      state,
-      scale=x["q"].shape[-1] ** -0.5,
-  )[0]
-
-
-def _with_gradient(run):
-  """(inputs, cotangent) -> output and gradients; nothing is eliminated."""
-
-  @jax.jit
-  def both(x, cotangent):
-    out, vjp = jax.vjp(run, x)
-    return out, vjp(cotangent)[0]
-
-  return both
-
-
-def _error(actual, expected):
-  actual = np.asarray(actual.astype(jnp.float32), np.float64)
-  difference = np.sqrt(np.mean((actual - expected) ** 2))
-  return float(difference / np.sqrt(np.mean(expected**2)))
-
-
-def check(runs):
+def check(runs, fla):
   """Errors of output and gradients against float64, {name: {regime: ...}}."""
-  both = {name: _with_gradient(run) for name, run in runs.items()}
-  exact = _with_gradient(_recurrence)
+  both = {name: inputs_lib.with_gradient(run) for name, run in runs.items()}
   errors = {name: {} for name in runs}
-  for regime in REGIMES:
-    x = make_inputs(_CHECK, regime)
-    shape = x["v"].shape
-    cotangent = jax.random.normal(jax.random.key(9), shape).astype(jnp.bfloat16)
-    with jax.enable_x64(True):
-      wide = jax.tree.map(
-          lambda y: jnp.asarray(np.asarray(y, np.float64)),
-          jax.tree.map(_to_fp32, (x, cotangent)),
-      )
-      out, grads = jax.tree.map(np.asarray, exact(*wide))
-    for name, run in both.items():
-      mine, gradients = run(x, cotangent)
-      row = {"output": _error(mine, out)}
-      for key in GRADIENTS:
-        row[f"d {key}"] = _error(gradients[key], grads[key])
-      errors[name][regime] = row
+  for regime in inputs_lib.REGIMES:
+    x = inputs_lib.make_inputs(inputs_lib.CHECK, regime)
+    cotangent = inputs_lib.cotangent(x)
+    expected = inputs_lib.exact(x, cotangent)
+    actual = {name: run(x, cotangent) for name, run in both.items()}
+    if fla:
+      actual["fla"] = fla.results(regime)
+    for name, result in actual.items():
+      row = inputs_lib.errors(result, expected)
+      errors.setdefault(name, {})[regime] = row
       print(
-          f"{name:24} {regime:11}",
+          f"{name:21} {regime:11}",
           " ".join(f"{k} {v:.1e}" for k, v in row.items()),
           flush=True,
       )
   return errors
-
-
-def _to_fp32(x):
-  return np.asarray(x.astype(jnp.float32))
 
 
 def timed(fn, *args):
@@ -189,27 +119,40 @@ def _copy_rate():
   return 2 * x.nbytes / milliseconds
 
 
-def _floor_bytes(spec):
-  """Each input read once and each output written once."""
-  forward = sum(
-      np.prod(s.shape) * jnp.dtype(s.dtype).itemsize
-      for s in spec.shapes().values()
-  )
-  out = spec.batch * spec.tokens * spec.value_heads * spec.value_width * 2
-  return forward + out, 3 * forward + 2 * out
+def _floors(spec, rate):
+  """Milliseconds for the bytes and for the products, {kind: (bytes, FLOPs)}.
+
+  Bytes: each input read and each output written once. Products: those of the
+  chunk form at 64 tokens, the backward computing the forward's again.
+  """
+  size = {
+      name: np.prod(s.shape) * jnp.dtype(s.dtype).itemsize
+      for name, s in spec.shapes().items()
+  }
+  forward = sum(size.values()) + size["v"]
+  backward = 2 * sum(size.values()) + size["v"]
+  k, v, c = spec.key_width, spec.value_width, _CHUNK
+  rows = spec.batch * spec.tokens * spec.value_heads
+  flops = rows * (2 * c * (3 * k + 2 * v) + 6 * k * v + 2 / 3 * c * c)
+  both = flops + rows * (2 * c * (7 * k + 5 * v) + 16 * k * v + 4 * c * c)
+  return {
+      "forward": (float(forward / rate), flops / _FLOPS),
+      "forward+backward": (float((forward + backward) / rate), both / _FLOPS),
+  }
 
 
 def time_shape(name, runs, rate):
   """Times forward and forward+backward of every implementation."""
   spec = arg_specs.SPECS[name]
-  x = make_inputs(spec)
-  cotangent = jax.random.normal(jax.random.key(9), x["v"].shape, jnp.bfloat16)
+  x = inputs_lib.make_inputs(spec)
+  cotangent = inputs_lib.cotangent(x)
   rows = {}
   for label, run in runs.items():
-    row = {}
-    for kind, fn, args in (
-        ("forward", jax.jit(run), (x,)),
-        ("forward+backward", _with_gradient(run), (x, cotangent)),
+    row = rows[label] = {}
+    for kind, fn, args in zip(
+        KINDS,
+        (jax.jit(run), inputs_lib.with_gradient(run)),
+        ((x,), (x, cotangent)),
     ):
       try:
         compiled = fn.lower(*args).compile()
@@ -220,154 +163,215 @@ def time_shape(name, runs, rate):
         row[f"{kind} failed"] = str(error)[:200]  # a peer's, reported as such
         if label == "ours":
           raise
-    rows[label] = row
     print(name, label, row, flush=True)
-  floors = [float(b / rate) for b in _floor_bytes(spec)]
-  return {"rows": rows, "floor ms": floors}
+  return {"rows": rows, "floors": _floors(spec, rate), "parts": _parts(x)}
+
+
+def _parts(x):
+  """Milliseconds of each Hopper kernel of `fused_kda` by itself."""
+  # pylint: disable=g-import-not-at-top
+  from pallas_kernels.kda import mosaic_gpu_gradient as gradient_lib
+  from pallas_kernels.kda import mosaic_gpu_prep as prep_lib
+  from pallas_kernels.kda import mosaic_gpu_scan as scan_lib
+
+  if jax.default_backend() != "gpu" or _IMPLEMENTATION.value is not None:
+    return {}
+  width, tokens = x["q"].shape[-1], x["q"].shape[1]
+  plan = prep_lib.Plan(
+      raw=True, scale=width**-0.5, lower_bound=-5.0, masked=tokens % 64 != 0
+  )
+  if plan.masked:
+    return {}  # flags are made by the caller of the kernels
+  slope = jnp.exp(x["a_log"]) * prep_lib.LOG2_E
+  beta = jax.nn.sigmoid(x["beta_logits"].astype(jnp.float32))
+  beta = beta.transpose(0, 2, 1)
+  bias = slope[:, None] * x["dt_bias"]
+  local = (x["q"], x["k"], x["z"], beta, slope, bias, None)
+  v, v_shape = x["v"], x["v"].shape
+  state = jnp.zeros((v_shape[0], v_shape[2], v_shape[3], width))
+  kernels = {
+      "prep": functools.partial(prep_lib.prep, plan),
+      "scan": functools.partial(scan_lib.scan, plan, output=True),
+      "states": functools.partial(scan_lib.scan, plan, output=False),
+      "reverse": functools.partial(scan_lib.reverse_scan, plan),
+      "gradient": functools.partial(gradient_lib.gradient, plan),
+  }
+  tiles = kernels["prep"](*local)
+  walk = (tiles, v, state, None)
+  states, v_new = kernels["states"](*walk)
+  dv, ds, _ = kernels["reverse"](*walk)
+  arguments = dict.fromkeys(kernels, walk)
+  arguments |= {"prep": local, "gradient": (*local, (states, ds, v_new, dv, v))}
+  return {name: timed(fn, *arguments[name]) for name, fn in kernels.items()}
+
+
+def time_decode(batch, heads, width, rate):
+  """One token for every row: error against the recurrence, time, floor."""
+  keys = jax.random.split(jax.random.key(5), 6)
+  row = (batch, 1, heads)
+  normal = jax.random.normal
+  q, k, v, g = (normal(key, (*row, width), jnp.bfloat16) for key in keys[:4])
+  unit = (
+      lambda y: y / jnp.linalg.norm(y.astype(jnp.float32), axis=-1)[..., None]
+  )
+  q, k = (unit(y).astype(jnp.bfloat16) for y in (q, k))
+  g = -5.0 * jax.nn.sigmoid(g.astype(jnp.float32))
+  x = (q, k, v, g, jax.nn.sigmoid(normal(keys[4], row)))
+  state = normal(keys[5], (batch, heads, width, width))
+  result = {}
+  expected = decode.recurrent_kda(
+      *x, initial_state=state, implementation="reference"
+  )
+  floor = 2 * state.nbytes + sum(y.nbytes for y in x) + v.nbytes
+  result["byte floor ms"] = float(floor / rate)
+  for name in (None, "reference"):
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def steps(state, x, name=name):
+      for _ in range(_DECODE_STEPS):
+        out, state = decode.recurrent_kda(
+            *x, initial_state=state, implementation=name
+        )
+      return state, out
+
+    one = jax.jit(functools.partial(decode.recurrent_kda, implementation=name))
+    actual = one(*x, initial_state=state)
+    errors = [
+        inputs_lib.error(a, np.asarray(e, np.float64))
+        for a, e in zip(actual, expected)
+    ]
+    held = [state + 0.0]
+
+    def call(held=held, steps=steps):
+      held[0], out = steps(held[0], x)
+      return out
+
+    median, spread = timed(call)
+    label = "ours" if name is None else name
+    result[label] = {
+        "ms": (median / _DECODE_STEPS, spread / _DECODE_STEPS),
+        "output error": errors[0],
+        "state error": errors[1],
+    }
+  print("decode", result, flush=True)
+  return result
+
+
+class _Fla:
+  """fla's process: it runs once, for errors, shapes and the decode step."""
+
+  def __init__(self, shapes, decode_shape):
+    self._folder = tempfile.TemporaryDirectory()
+    self._job = os.path.join(self._folder.name, "job.json")
+    inputs = {}
+    if _CHECK.value:
+      for regime in inputs_lib.REGIMES:
+        x = inputs_lib.make_inputs(inputs_lib.CHECK, regime)
+        x["cotangent"] = inputs_lib.cotangent(x)
+        inputs[regime] = os.path.join(self._folder.name, f"inputs_{regime}.npz")
+        np.savez(
+            inputs[regime],
+            **{k: np.asarray(y, np.float32) for k, y in x.items()},
+        )
+    specs = {name: arg_specs.SPECS[name] for name in shapes}
+    job = {
+        "inputs": inputs,
+        "repeats": _REPEATS.value,
+        "decode": decode_shape,
+        "shapes": {
+            name: [s.batch, s.tokens, s.heads, s.key_width]
+            for name, s in specs.items()
+        },
+    }
+    with open(self._job, "w") as file:
+      json.dump(job, file)
+    subprocess.run(
+        [sys.executable, "-m", "experiments.kda_bench.fla", self._job],
+        check=True,
+    )
+    with open(self._job) as file:
+      self.job = json.load(file)
+
+  def results(self, regime):
+    """Output and gradients on a regime's inputs."""
+    path = os.path.join(self._folder.name, f"results_{regime}.npz")
+    with np.load(path) as arrays:
+      loaded = {name: arrays[name] for name in arrays.files}
+    return loaded.pop("output"), loaded
+
+
+def _start_fla(shapes, decode_shape):
+  if "fla" not in _PEERS.value or importlib.util.find_spec("fla") is None:
+    return None
+  try:
+    return _Fla(shapes, decode_shape)
+  except subprocess.CalledProcessError as error:
+    print(f"fla is left out: {error}")
+    return None
 
 
 def print_table(results):
   """Prints times, spreads, ratios to ours, floors and temporary memory."""
-  print(
-      f"\n{'shape':15}{'who':22}{'forward ms':>16}{'x':>6}"
-      f"{'fwd+bwd ms':>16}{'x':>6}{'temp GiB':>15}{'floor ms':>13}"
-  )
   for name, result in results["shapes"].items():
+    print(
+        f"\n{name}: floors (bytes, FLOPs) "
+        + "; ".join(
+            f"{kind} {b:.2f}, {f:.2f} ms"
+            for kind, (b, f) in result["floors"].items()
+        )
+    )
+    parts = result["parts"].items()
+    print("  " + " ".join(f"{part} {ms:.3f}" for part, (ms, _) in parts))
     ours = result["rows"]["ours"]
     for label, row in result["rows"].items():
       cells = []
-      for kind in ("forward", "forward+backward"):
-        if kind in row:
-          time_ms, spread = row[kind]
-          cells.append(
-              f"{time_ms:9.3f} +-{spread:4.2f}{time_ms / ours[kind][0]:6.2f}"
-          )
-        else:
-          cells.append(f"{'failed':>16}{'':6}")
-      temps = [
-          row.get(f"{k} temp GiB", float("nan"))
-          for k in ("forward", "forward+backward")
-      ]
-      floors = "{:.2f} / {:.2f}".format(*result["floor ms"])
-      print(
-          f"{name:15}{label:22}{''.join(cells)}"
-          f"{temps[0]:7.2f} /{temps[1]:6.2f}{floors:>13}"
-      )
-
-
-def _run_fla(job):
-  """Inside fla's process: times the shapes of a job file, errors too."""
-  from fla.ops.kda import chunk_kda  # pylint: disable=g-import-not-at-top
-  import torch  # pylint: disable=g-import-not-at-top
-
-  with open(job) as file:
-    names = json.load(file)
-  rows = {}
-  for name in names:
-    spec = arg_specs.SPECS[name]
-    x = {
-        key: (
-            torch.randn(
-                s.shape,
-                device="cuda",
-                dtype=torch.bfloat16
-                if s.dtype == jnp.bfloat16
-                else torch.float32,
-            ).requires_grad_()
+      for kind, floors in result["floors"].items():
+        if kind not in row:
+          cells.append(f"{kind}: {row.get(f'{kind} failed', 'not run')[:60]}")
+          continue
+        ms, spread = row[kind]
+        cells.append(
+            f"{kind} {ms:8.3f} +-{spread:5.3f} ms"
+            f" ({ms / ours[kind][0]:5.2f}x ours,"
+            f" {ms / max(floors):5.2f}x floor,"
+            f" {row.get(f'{kind} temp GiB', float('nan')):5.2f} GiB)"
         )
-        for key, s in spec.shapes().items()
-    }
-
-    def forward(x=x):
-      return chunk_kda(
-          x["q"],
-          x["k"],
-          x["v"],
-          x["z"],
-          x["beta_logits"],
-          A_log=x["a_log"],
-          dt_bias=x["dt_bias"].reshape(-1),
-          use_qk_l2norm_in_kernel=True,
-          use_gate_in_kernel=True,
-          use_beta_sigmoid_in_kernel=True,
-          safe_gate=True,
-          lower_bound=-5.0,
-      )[0]
-
-    cotangent = torch.randn_like(x["v"])
-
-    def both(x=x, cotangent=cotangent):
-      out = forward()
-      return out, torch.autograd.grad(out, list(x.values()), cotangent)
-
-    def no_gradient():
-      with torch.no_grad():
-        return forward()
-
-    rows[name] = {}
-    for kind, fn in (("forward", no_gradient), ("forward+backward", both)):
-      for _ in range(3):
-        fn()
-      times = []
-      for _ in range(_REPEATS.value):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(5):
-          fn()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 5)
-      rows[name][kind] = [float(np.median(times)), max(times) - min(times)]
-  with open(job, "w") as file:
-    json.dump(rows, file)
-
-
-def _time_fla(names):
-  """Runs fla in its own process; {} where it is not installed."""
-  if not names or importlib.util.find_spec("fla") is None:
-    return {}
-  with tempfile.NamedTemporaryFile("w+", suffix=".json") as file:
-    json.dump(names, file)
-    file.flush()
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "experiments.bench_kernels",
-            f"--torch_job={file.name}",
-        ],
-        check=True,
-    )
-    with open(file.name) as done:
-      return json.load(done)
+      print(f"  {label:21}" + "  ".join(cells))
+  step = results.get("decode", {})
+  for label, row in step.items():
+    ms = row["ms"] if isinstance(row, dict) else row
+    print(f"decode {label:15} {ms}")
 
 
 def main(argv):
   del argv
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-  if _TORCH_JOB.value:
-    _run_fla(_TORCH_JOB.value)
-    return
-  runs = {"ours": _ours}
-  if peer := _peer_jla():
-    runs["jax-linear-attention"] = peer
-  errors = check(runs)
-  for regime, row in errors["ours"].items():
-    if not row["output"] <= _OUTPUT_LIMIT[regime]:
-      raise SystemExit(f"not timed: output error {row['output']} ({regime})")
+  decode_shape = [int(n) for n in _DECODE.value]
+  runs = {"ours": _ours} | peers.jax_peers(_PEERS.value)
+  fla = _start_fla(_FLA_SHAPES.value, decode_shape)
+  cases = hard.start() if _HARD.value else []
+  results = {"device": jax.devices()[0].device_kind, "shapes": {}}
+  if _CHECK.value:
+    errors = results["errors"] = check(runs, fla)
+    for regime, row in errors["ours"].items():
+      if not row["output"] <= _OUTPUT_LIMIT[regime]:
+        raise SystemExit(f"not timed: output error {row['output']} ({regime})")
+  results["hard"] = list(hard.results(cases, _HARD_TIMEOUT))
+  for name, good, numbers in results["hard"]:
+    print(f"hard: {name}: {'holds' if good else 'FAILS'} ({numbers})")
   rate = _copy_rate()
-  device = jax.devices()[0].device_kind
-  print(f"{device}: copy {rate / 1e9:.2f} TB/s")
-  results = {
-      "device": device,
-      "copy TB/s": rate / 1e9,
-      "errors": errors,
-      "shapes": {},
-  }
+  results["copy TB/s"] = rate / 1e9
+  print(f"{results['device']}: copy {rate / 1e9:.2f} TB/s")
+  if decode_shape:
+    results["decode"] = time_decode(*decode_shape, rate)
   for name in _SHAPES.value:
     results["shapes"][name] = time_shape(name, runs, rate)
-  for name, row in _time_fla(_FLA_SHAPES.value).items():
-    results["shapes"][name]["rows"]["fla"] = row
+  if fla:
+    if "decode ms" in fla.job:
+      results["decode"]["fla"] = {"ms": fla.job["decode ms"]}
+    for name, row in fla.job["times"].items():
+      if name in results["shapes"]:
+        results["shapes"][name]["rows"]["fla"] = row
   print_table(results)
   if _OUTPUT.value:
     with open(_OUTPUT.value, "w") as file:

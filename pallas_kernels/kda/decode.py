@@ -49,9 +49,7 @@ def recurrent_kda(
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   args = (q, k, v, g, beta, state)
   candidates = {
-      "mosaic_gpu": (
-          lambda: _mosaic_gpu().recurrent_kda(*args, scale=scale)
-      ),
+      "mosaic_gpu": lambda: _mosaic_gpu().recurrent_kda(*args, scale=scale),
       "reference": lambda: _reference(*args, scale=scale),
   }
   return dispatch.run("recurrent_kda", candidates, implementation)

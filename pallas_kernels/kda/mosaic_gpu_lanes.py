@@ -320,9 +320,7 @@ def half_factors(ref, width: int, interpret: bool) -> jax.Array:
   layout = plgpu.Layout.WGMMA
   struct = plgpu.ShapeDtypeStruct((64, width), jnp.float32, layout=layout)
 
-  @plgpu.inline_mgpu(
-      arg_types=(_THREAD, plgpu.RefType(())), return_type=struct
-  )
+  @plgpu.inline_mgpu(arg_types=(_THREAD, plgpu.RefType(())), return_type=struct)
   def load(_, thread, memory):
     at = _Fragment(thread, width)
     row = arith.muli(at.upper, at.constant(2))
@@ -446,9 +444,7 @@ class _Fragment:
     in_group = arith.remui(index, c(128))
     lane = arith.remui(index, c(32))
     warp = arith.divui(in_group, c(32))
-    self.row = arith.addi(
-        arith.muli(warp, c(ROWS)), arith.divui(lane, c(4))
-    )
+    self.row = arith.addi(arith.muli(warp, c(ROWS)), arith.divui(lane, c(4)))
     self.column = arith.muli(arith.remui(lane, c(4)), c(2))
     self.upper = arith.divui(warp, c(2))
     self._layout = plgpu.Layout.WGMMA.to_mgpu()

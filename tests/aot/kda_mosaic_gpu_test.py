@@ -7,6 +7,7 @@ from jax import numpy as jnp
 from pallas_kernels import aot
 from pallas_kernels.kda import api
 from pallas_kernels.kda import arg_specs
+from pallas_kernels.kda import decode
 
 # A kernel over 227 KiB of shared memory does not compile at all. Spills are in
 # bytes per thread.
@@ -43,12 +44,14 @@ class KdaResourcesTest(absltest.TestCase):
     # jax-linear-attention 0.1.0 takes 3.54 GiB here.
     self.assertLess(temporary, 2.0 * _GIB)
 
-  def test_a_given_fp32_decay_fits_shared_memory_backward_too(self):
+  def test_a_given_fp32_decay_and_segments_fit_backward_too(self):
     shape = (1, 1024, 96, 128)
     struct = jax.ShapeDtypeStruct
 
-    def forward_and_backward(q, k, v, g, beta):
-      run = lambda *x: api.chunk_kda(*x, implementation="mosaic_gpu")[0]
+    def forward_and_backward(q, k, v, g, beta, segment_ids):
+      run = lambda *x: api.chunk_kda(
+          *x, segment_ids=segment_ids, implementation="mosaic_gpu"
+      )[0]
       out, vjp = jax.vjp(run, q, k, v, g, beta)
       return out, vjp(out)
 
@@ -60,6 +63,7 @@ class KdaResourcesTest(absltest.TestCase):
         bf16,
         fp32,
         struct(shape[:3], jnp.float32),
+        struct(shape[:2], jnp.int32),
     )
     self.check(kernels, _BACKWARD)
 
@@ -89,6 +93,32 @@ class KdaResourcesTest(absltest.TestCase):
         struct(shape[:2], jnp.int32),
     )
     self.check(kernels, _FORWARD)
+
+  def test_one_token_updates_a_donated_state_in_place(self):
+    struct = jax.ShapeDtypeStruct
+    batch, heads, width = 64, 32, 128
+    row = struct((batch, 1, heads, width), jnp.bfloat16)
+    state = struct((batch, heads, width, width), jnp.float32)
+
+    def step(state, q, k, v, g, beta):
+      return decode.recurrent_kda(
+          q, k, v, g, beta, initial_state=state, implementation="mosaic_gpu"
+      )
+
+    compiled, kernels = aot.kernel_resources(
+        jax.jit(step, donate_argnums=0),
+        state,
+        row,
+        row,
+        row,
+        struct(row.shape, jnp.float32),
+        struct(row.shape[:3], jnp.float32),
+    )
+    self.check(kernels, {"kda_recurrent": 0})
+    memory = compiled.memory_analysis()
+    state_bytes = batch * heads * width * width * 4
+    self.assertEqual(memory.alias_size_in_bytes, state_bytes)
+    self.assertLess(memory.temp_size_in_bytes, 2**20)
 
 
 if __name__ == "__main__":

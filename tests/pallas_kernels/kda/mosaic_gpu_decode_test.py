@@ -29,9 +29,7 @@ def _kernel(x, interpret):
 
 class MosaicGpuDecodeTest(parameterized.TestCase):
 
-  @parameterized.parameters(
-      (1, jnp.float32, "fp32"), (3, jnp.bfloat16, "bf16")
-  )
+  @parameterized.parameters((1, jnp.float32, "fp32"), (3, jnp.bfloat16, "bf16"))
   def test_tokens_match_the_recurrence(self, tokens, dtype, kind):
     x = _inputs(tokens, dtype)
     out, state = _kernel(x, plgpu.InterpretGPUParams(detect_races=True))

@@ -1,0 +1,1 @@
+"""What `experiments.bench_kernels` times, checks and compares with."""
