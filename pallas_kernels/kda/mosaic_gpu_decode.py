@@ -64,7 +64,6 @@ def recurrent_kda(
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _recur(scale, interpret, q, k, v, g, beta, state):
   batch, tokens, value_heads, value_width = v.shape
-  key_width = q.shape[-1]
   kernel = pl.kernel(
       functools.partial(_body, scale, tokens, value_heads // q.shape[2]),
       out_type=jax.ShapeDtypeStruct(v.shape, v.dtype),
