@@ -25,16 +25,34 @@ class Routing(NamedTuple):
   cutoff: Float[Array, " g"]  # fp32, the biased score that just missed
 
 
+Range = tuple[Float[Array, ""] | float, Float[Array, ""] | float]
+
+# A margin cannot leave it: the quantiles of cutoff_i - scores_ij are all within
+# 1 of those of cutoff_i, so that biases lie in [-1, 1] and cutoffs in [-1, 2].
+POOLED_RANGE = (-2.0, 2.0)
+
+
+def adaptive_range(bias: Float[Array, " e"], spread: float = 1.0) -> Range:
+  """Returns min(bias) - spread and max(bias) + spread: no margin lies outside.
+
+  Args:
+    bias: [E] fp32, under which the margins are taken.
+    spread: largest difference between two scores less their prices.
+  """
+  return jnp.min(bias) - spread, jnp.max(bias) + spread
+
+
 def route(
     scores: Float[Array, "g e"],
     bias: Float[Array, " e"],
     num_experts_per_token: int,
+    price: Float[Array, "g e"] | None = None,
 ) -> Routing:
   """Selects each token's experts by biased score and weighs them without bias.
 
-  expert_indices = the A largest of scores + bias (ties: the lower index)
+  expert_indices = the A largest of scores - price + bias (ties: lower index)
   combine_weights = scores_j / (sum of the selected scores + 1e-20)
-  cutoff = the (A+1)-th largest of scores + bias
+  cutoff = the (A+1)-th largest of scores - price + bias
 
   With A = E nothing is left out and the cutoff is the smallest biased score:
   the margins stay within the histogram's range.
@@ -44,6 +62,7 @@ def route(
       combine_weights alone.
     bias: [E] fp32 selection bias, without gradient.
     num_experts_per_token: A, between 1 and E.
+    price: [G, E] of sequence_price, already weighted; None: 0.
 
   Returns:
     The routing; see Routing.
@@ -63,7 +82,8 @@ def route(
         f"{num_experts_per_token=} is not between 1 and {num_experts=}"
     )
   scores = scores.astype(jnp.float32)
-  biased = jax.lax.stop_gradient(scores + bias.astype(jnp.float32)[None])
+  biased = scores + bias.astype(jnp.float32)[None]
+  biased = jax.lax.stop_gradient(biased if price is None else biased - price)
   values, indices = jax.lax.top_k(
       biased, min(num_experts_per_token + 1, num_experts)
   )
@@ -84,19 +104,21 @@ def margin_histogram(
     *,
     num_bins: int = 1000,
     token_mask: Bool[Array, " g"] | None = None,
+    margin_range: Range | None = None,
 ) -> Int[Array, "e bins"]:
   """Counts, per expert, the bias each token would need to select that expert.
 
   r_ij = cutoff_i - scores_ij, counted in bin floor((r - lo) bins / (hi - lo)),
-  lo = min(bias) - 1, hi = max(bias) + 1. Integer counts: histograms of
+  (lo, hi) = margin_range. Integer counts: histograms of
   micro-batches and shards add up to that of the whole bit for bit.
 
   Args:
-    scores: [G, E] router scores in [0, 1], without the bias.
+    scores: [G, E] router scores in [0, 1], without the bias, less any price.
     cutoff: [G] from route, under the same bias.
     bias: [E] fp32, the bias of the whole optimizer step.
     num_bins: bins per expert; the quantile's error is at most one bin.
     token_mask: [G] True where a token counts (False at padding), or None.
+    margin_range: what the bins cover; None: adaptive_range(bias).
 
   Returns:
     [E, num_bins] int32. Each row sums to the number of counted tokens; a NaN
@@ -105,7 +127,7 @@ def margin_histogram(
   Source: Kimi K3 report, appendix D, arXiv:2607.24653.
   """
   scores, cutoff, bias = jax.lax.stop_gradient((scores, cutoff, bias))
-  low, high = _margin_range(bias)
+  low, high = margin_range or adaptive_range(bias)
   margins = cutoff[:, None].astype(jnp.float32) - scores.astype(jnp.float32)
   # Multiplied before it is divided: a margin of 0 must not slip a bin down.
   position = jnp.floor((margins - low) * num_bins / (high - low))
@@ -125,6 +147,7 @@ def quantile_bias(
     bias: Float[Array, " e"],
     *,
     num_experts_per_token: int,
+    margin_range: Range | None = None,
 ) -> Float[Array, " e"]:
   """Replaces the bias by the margins' quantile at which every load is equal.
 
@@ -136,6 +159,7 @@ def quantile_bias(
     histogram: [E, num_bins] int32 margin_histogram of the whole step.
     bias: [E] fp32, the bias under which the histogram was taken.
     num_experts_per_token: A.
+    margin_range: of the histogram; None: adaptive_range(bias).
 
   Returns:
     [E] fp32 bias for the next step; bias itself if nothing was counted.
@@ -144,23 +168,136 @@ def quantile_bias(
   """
   num_experts, num_bins = histogram.shape
   bias = bias.astype(jnp.float32)
-  low, high = _margin_range(bias)
   cumulative = jnp.cumsum(histogram, axis=-1)
   tokens = cumulative[:, -1]
   # q = whole + part / E in integers, without forming tokens * A.
   part = (tokens % num_experts) * num_experts_per_token
   whole = (tokens // num_experts) * num_experts_per_token + part // num_experts
   part = part % num_experts
-  target = whole + (part > 0)
-  index = jnp.argmax(cumulative >= target[:, None], axis=-1)
-  in_bin = jnp.take_along_axis(histogram, index[:, None], axis=-1)[:, 0]
-  upto = jnp.take_along_axis(cumulative, index[:, None], axis=-1)[:, 0]
-  needed = (whole - (upto - in_bin)) + part.astype(jnp.float32) / num_experts
-  fraction = jnp.clip(needed / jnp.maximum(in_bin, 1), 0.0, 1.0)
-  estimate = low + (index + fraction) * (high - low) / num_bins
-  estimate = jnp.where(tokens > 0, estimate, bias)
-  centred = estimate - jnp.mean(estimate)
-  return jnp.where(jnp.any(tokens > 0), centred, bias)
+  index, below, in_bin = _crossing(histogram, cumulative, whole + (part > 0))
+  needed = (whole - below) + part.astype(jnp.float32) / num_experts
+  position = index + jnp.clip(needed / jnp.maximum(in_bin, 1), 0.0, 1.0)
+  low, high = margin_range or adaptive_range(bias)
+  estimate = low + position * (high - low) / num_bins
+  return _centred(estimate, tokens > 0, bias)
+
+
+def pooled_quantile_bias(
+    pool: Float[Array, "e bins"],
+    histogram: Int[Array, "e bins"],
+    bias: Float[Array, " e"],
+    *,
+    num_experts_per_token: int,
+    decay: float = 0.95,
+) -> tuple[Float[Array, "e bins"], Float[Array, " e"]]:
+  """Takes quantile_bias's quantile over many steps, of few tokens each.
+
+  pool' = decay * pool + histogram; bias' = its margins' q-th smallest, with
+  q = A / E of what it holds, interpolated in its bin and mean-centred.
+
+  Args:
+    pool: [E, bins] fp32 decayed counts of margins, zeros at first.
+    histogram: [E, bins] int32 margin_histogram of the whole step, taken over
+      POOLED_RANGE: bins that move with the bias could not be added up.
+    bias: [E] fp32, the bias under which the histogram was taken.
+    num_experts_per_token: A.
+    decay: weight of the step before; 1 / (1 - decay) steps are remembered.
+
+  Returns:
+    pool' and bias'; both as they were if nothing was counted in this step.
+  """
+  num_experts, num_bins = pool.shape
+  bias = bias.astype(jnp.float32)
+  counted = jnp.any(histogram > 0)
+  pool = jnp.where(counted, decay * pool + histogram, pool)
+  cumulative = jnp.cumsum(pool, axis=-1)
+  target = cumulative[:, -1] * (num_experts_per_token / num_experts)
+  index, below, in_bin = _crossing(pool, cumulative, target)
+  fraction = jnp.where(in_bin > 0, (target - below) / in_bin, 0.0)
+  position = index + jnp.clip(fraction, 0.0, 1.0)
+  low, high = POOLED_RANGE
+  estimate = low + position * (high - low) / num_bins
+  return pool, _centred(estimate, counted & (cumulative[:, -1] > 0), bias)
+
+
+def sequence_price(
+    scores: Float[Array, "b t e"],
+    segments: Int[Array, "b t"],
+    positions: Int[Array, "b t"],
+    *,
+    num_experts_per_token: int,
+    num_bins: int = 100,
+    decay: float = 0.99,
+    chunk_size: int = 16,
+) -> Float[Array, "b t e"]:
+  """Prices each expert by how well it scored so far in the token's document.
+
+  price_ij = the centre of the bin that holds the (1 - A/E)-quantile of
+  scores_i'j over the tokens i' <= i of i's document, weighted decay^(i - i').
+  Causal: a token's price depends on itself and on tokens before it.
+
+  Args:
+    scores: [B, T, E] router scores in [0, 1]; no gradient reaches them.
+    segments: [B, T] document of each token, 0 at padding.
+    positions: [B, T] tokens of the same document before this one.
+    num_experts_per_token: A.
+    num_bins: of the scores.
+    decay: per token.
+    chunk_size: tokens whose histograms are held at once.
+
+  Returns:
+    [B, T, E] fp32; 0 at padding.
+
+  Source: sequence-level quantile balancing, kexue.fm/archives/11760. Deviation:
+  the weights are normalised, so that a document's first tokens have a price.
+  """
+  length, num_experts = scores.shape[1:]
+  quantile = 1.0 - num_experts_per_token / num_experts
+  bins = jax.lax.stop_gradient(scores).astype(jnp.float32) * num_bins
+  bins = jnp.clip(bins, 0, num_bins - 1).astype(jnp.int32)
+  chunks = jax.tree.map(
+      lambda x: _chunked(x, chunk_size), (bins, segments, positions)
+  )
+  causal = jnp.tri(chunk_size, dtype=bool)[None]
+
+  def price_chunk(carry, chunk):
+    mass, last_segment, last_position = carry
+    bins, segments, positions = chunk
+    counted = segments > 0
+    same = segments[:, :, None] == segments[:, None, :]
+    same &= causal & counted[:, None, :]
+    since = positions[:, :, None] - positions[:, None, :]
+    weights = jnp.where(same, decay ** jnp.maximum(since, 0), 0.0)
+    since = positions - last_position[:, None]
+    kept = jnp.where(
+        segments == last_segment[:, None], decay ** jnp.maximum(since, 0), 0.0
+    )
+    one_hot = jax.nn.one_hot(bins, num_bins, dtype=jnp.float32)
+    masses = jnp.einsum(
+        "bic,bcek->biek", weights, one_hot, precision=jax.lax.Precision.HIGHEST
+    )
+    masses += kept[:, :, None, None] * mass[:, None]
+    cumulative = jnp.cumsum(masses, axis=-1)
+    reached = cumulative >= quantile * cumulative[..., -1:]
+    price = (jnp.argmax(reached, axis=-1) + 0.5) / num_bins
+    # Of the last token that is not padding; if all is padding, as it was.
+    place = jnp.max(jnp.where(counted, jnp.arange(chunk_size)[None], -1), axis=1)
+    some = place >= 0
+    latest = lambda x: jnp.take_along_axis(
+        x, jnp.maximum(place, 0).reshape(-1, *[1] * (x.ndim - 1)), axis=1
+    )[:, 0]
+    carry = (
+        jnp.where(some[:, None, None], latest(masses), mass),
+        jnp.where(some, latest(segments), last_segment),
+        jnp.where(some, latest(positions), last_position),
+    )
+    return carry, jnp.where(counted[:, :, None], price, 0.0)
+
+  rows = scores.shape[0]
+  none = jnp.zeros((rows,), jnp.int32)
+  mass = jnp.zeros((rows, num_experts, num_bins), jnp.float32)
+  _, prices = jax.lax.scan(price_chunk, (mass, none, none), chunks)
+  return prices.swapaxes(0, 1).reshape(rows, -1, num_experts)[:, :length]
 
 
 def sign_bias(
@@ -257,9 +394,26 @@ def max_violation(counts: Int[Array, " e"]) -> Float[Array, ""]:
   return jnp.where(mean > 0, jnp.max(counts) / jnp.maximum(mean, 1e-9) - 1, 0.0)
 
 
-def _margin_range(bias):
-  """The margins' range: scores in [0, 1] and a cutoff that is one of them."""
-  return jnp.min(bias) - 1.0, jnp.max(bias) + 1.0
+def _crossing(histogram, cumulative, target):
+  """First bin of each expert that reaches its target, what lies below, in it."""
+  index = jnp.argmax(cumulative >= target[:, None], axis=-1)
+  in_bin = jnp.take_along_axis(histogram, index[:, None], axis=-1)[:, 0]
+  upto = jnp.take_along_axis(cumulative, index[:, None], axis=-1)[:, 0]
+  return index, upto - in_bin, in_bin
+
+
+def _centred(estimate, counted, bias):
+  """The estimates less their mean; the bias where nothing was counted."""
+  estimate = jnp.where(counted, estimate, bias)
+  centred = estimate - jnp.mean(estimate)
+  return jnp.where(jnp.any(counted), centred, bias)
+
+
+def _chunked(x, size):
+  """[B, T, ...] -> [chunks, B, size, ...], padded with zeros."""
+  pad = -x.shape[1] % size
+  x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
+  return x.reshape(x.shape[0], -1, size, *x.shape[2:]).swapaxes(0, 1)
 
 
 def _count(indices, length):

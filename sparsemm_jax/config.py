@@ -16,7 +16,10 @@ import ml_collections
 from ml_collections import config_dict
 
 DTYPES = ("float32", "bfloat16", "float16")
-BALANCING = ("quantile", "sign", "switch_loss", "none")
+BALANCING = (
+    "quantile", "quantile_pooled", "sequence_quantile", "sign", "switch_loss",
+    "none",
+)  # fmt: skip
 EXCHANGES = ("gather", "all_to_all")
 REMAT = ("none", "dots", "full")
 SOURCE_KINDS = ("digits", "python_text", "text", "jsonl", "array_record")
@@ -125,10 +128,17 @@ class MoeConfig:
   latent_dim: int = 64  # L, the width experts work in
   expert_hidden_dim: int = 64
   num_shared_experts: int = 1  # full-width experts every token uses
-  balancing: str = "quantile"  # quantile | sign | switch_loss | none
-  histogram_bins: int = 1000  # of the margins (quantile)
+  # quantile | quantile_pooled (over steps: for small batches) |
+  # sequence_quantile (and inside each document) | sign | switch_loss | none
+  balancing: str = "quantile"
+  histogram_bins: int = 1000  # of the margins (the three quantile rules)
+  pool_decay: float = 0.95  # per optimizer step (quantile_pooled)
+  sequence_weight: float = 0.3  # of the price; 1 costs loss (sequence_quantile)
+  sequence_decay: float = 0.99  # per token (sequence_quantile)
+  sequence_bins: int = 100  # of the scores (sequence_quantile)
   sign_step_size: float = 1e-3  # bias step (sign)
   switch_loss_weight: float = 1e-2  # (switch_loss)
+  freeze_step: int | None = None  # optimizer steps after which biases stay
   implementation: str | None = None  # of grouped_matmul; None: best
   # Between expert ranks, gather | all_to_all; None: gather if they are fewer
   # than num_experts_per_token.
@@ -140,7 +150,8 @@ class MoeConfig:
   def __post_init__(self):
     _require_positive(
         self, "num_experts", "num_experts_per_token", "latent_dim",
-        "expert_hidden_dim", "histogram_bins", "sign_step_size", "row_budget",
+        "expert_hidden_dim", "histogram_bins", "sequence_bins",
+        "sign_step_size", "freeze_step", "row_budget",
     )  # fmt: skip
     _require(
         self.num_shared_experts >= 0,
@@ -152,6 +163,9 @@ class MoeConfig:
         f" below num_experts={self.num_experts}",
     )
     _require_choice(self, "balancing", BALANCING)
+    for name in ("pool_decay", "sequence_weight", "sequence_decay"):
+      value = getattr(self, name)
+      _require(0.0 <= value <= 1.0, f"MoeConfig.{name}={value} not in [0, 1]")
     if self.exchange is not None:
       _require_choice(self, "exchange", EXCHANGES)
 

@@ -74,6 +74,7 @@ def map_tokens(
       shard,
       in_specs=(spec, other_specs),
       out_specs=(spec, P(axes)),
+      axis_names=set(mesh.auto_axes),
       check_vma=check_vma,
   )(tokens, others)
 
@@ -245,16 +246,16 @@ def _all_to_all(compute, weights, z, indices, combine_weights, plan):
 
 
 def _mesh():
-  """The current mesh if it has more than one device."""
+  """The current mesh if there are several devices to spread anything over."""
   mesh = jax.sharding.get_abstract_mesh()
-  return None if mesh.empty or mesh.size == 1 else mesh
+  return None if all(mesh.shape[a] == 1 for a in mesh.auto_axes) else mesh
 
 
 def _token_spec(mesh, shape):
   """How [B, T, ...] is spread: over as many of its axes as divide it."""
   rows, left = [], shape[0]
   for axis in mesh_lib.ROW_AXES:
-    if left % mesh.shape[axis] == 0:
+    if axis in mesh.auto_axes and left % mesh.shape[axis] == 0:
       rows.append(axis)
       left //= mesh.shape[axis]
   length = None if shape[1] % mesh.shape["context"] else "context"

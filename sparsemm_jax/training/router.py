@@ -1,10 +1,11 @@
 """What a step does with the router statistics that the model sows.
 
-`router_state` holds one `bias` per MoE layer and `router_stats` the counts of
+`router_state` holds a `bias` per MoE layer and `router_stats` the counts of
 the same layer at the same path, those of each shard of the tokens apart; layers that the model scans are stacked on a
 leading axis.
 """
 
+import functools
 from typing import Any
 
 from flax import traverse_util
@@ -17,6 +18,7 @@ import numpy as np
 
 from sparsemm_jax import balancing
 from sparsemm_jax import config as config_lib
+from sparsemm_jax.layers import router as router_layer
 from sparsemm_jax.layers import stats
 
 
@@ -57,36 +59,80 @@ _RANKS = {"counts": 1, "histogram": 2, "dropped": 0}
 
 
 def update(
-    router_state: Any, router_stats: Any, config: config_lib.MoeConfig
+    router_state: Any,
+    router_stats: Any,
+    config: config_lib.MoeConfig,
+    *,
+    step: Int[Array, ""] | int,
 ) -> Any:
-  """Returns the biases to use from the next step on.
+  """Returns the state to use from the next step on.
 
   Args:
-    router_state: tree with a `bias` fp32 [..., E] per MoE layer.
-    router_stats: the `total` of one whole step: `counts` [..., E] and, for
-      quantile balancing, `histogram` [..., E, bins].
-    config: says which rule.
+    router_state: tree with a `bias` fp32 [..., E] per MoE layer and, for
+      quantile_pooled, a `pool` fp32 [..., E, bins] beside it.
+    router_stats: the `total` of one whole step: `counts` [..., E] and, for the
+      quantile rules, `histogram` [..., E, bins].
+    config: says which rule, and from which step on nothing changes.
+    step: optimizer steps taken before this one.
   """
-  if config.balancing not in ("quantile", "sign"):
+  if config.balancing not in _RULES:
     return router_state
-  biases = traverse_util.flatten_dict(router_state)
+  state = traverse_util.flatten_dict(router_state)
   sums = traverse_util.flatten_dict(router_stats)
-  result = {}
-  for path, bias in biases.items():
-    if config.balancing == "quantile":
-      rule = lambda histogram, bias: balancing.quantile_bias(
-          histogram, bias, num_experts_per_token=config.num_experts_per_token
-      )
-      statistics = sums[(*path[:-1], "histogram")]
-    else:
-      rule = lambda counts, bias: balancing.sign_bias(
-          counts, bias, step_size=config.sign_step_size
-      )
-      statistics = sums[(*path[:-1], "counts")]
+  result = dict(state)
+  for path, bias in state.items():
+    *layer, name = path
+    if name != "bias":
+      continue
+    rule = functools.partial(_RULES[config.balancing], config)
     for _ in range(bias.ndim - 1):
       rule = jax.vmap(rule)
-    result[path] = rule(statistics, bias)
+    new = rule(_of_layer(state, layer), _of_layer(sums, layer))
+    for name, value in new.items():
+      result[(*layer, name)] = value
+  if config.freeze_step is not None:
+    moves = step < config.freeze_step
+    result = jax.tree.map(lambda a, b: jnp.where(moves, a, b), result, state)
   return traverse_util.unflatten_dict(result)
+
+
+def _of_layer(flat, layer):
+  """What stands at one layer's path, by name."""
+  return {path[-1]: v for path, v in flat.items() if list(path[:-1]) == layer}
+
+
+def _quantile(config, state, sums):
+  bias = balancing.quantile_bias(
+      sums["histogram"], state["bias"],
+      num_experts_per_token=config.num_experts_per_token,
+      margin_range=router_layer.margin_range(config, state["bias"]),
+  )  # fmt: skip
+  return {"bias": bias}
+
+
+def _quantile_pooled(config, state, sums):
+  pool, bias = balancing.pooled_quantile_bias(
+      state["pool"], sums["histogram"], state["bias"],
+      num_experts_per_token=config.num_experts_per_token,
+      decay=config.pool_decay,
+  )  # fmt: skip
+  return {"pool": pool, "bias": bias}
+
+
+def _sign(config, state, sums):
+  bias = balancing.sign_bias(
+      sums["counts"], state["bias"], step_size=config.sign_step_size
+  )
+  return {"bias": bias}
+
+
+# (config, a layer's state, its sums) -> what changes of its state.
+_RULES = {
+    "quantile": _quantile,
+    "sequence_quantile": _quantile,
+    "quantile_pooled": _quantile_pooled,
+    "sign": _sign,
+}
 
 
 def auxiliary_loss(router_stats: Any) -> Float[Array, ""]:

@@ -97,7 +97,7 @@ def make_update_step(
       )
     router_stats = sums["stats"]["router_stats"]
     router_state = router.update(
-        state.router_state, router_stats, config.model.moe
+        state.router_state, router_stats, config.model.moe, step=state.step
     )
     skipped = jnp.where(finite, 0, 1)
     new = state_lib.TrainState(

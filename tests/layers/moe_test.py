@@ -1,5 +1,6 @@
 """Latent experts."""
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -131,6 +132,19 @@ class LatentMoETest(absltest.TestCase):
     gradient, state = jax.jit(jax.grad(loss, has_aux=True))(self.state)
     testing.assert_same(gradient["router"]["bias"], np.zeros(6))
     testing.assert_same(state["router"]["bias"], self.state["router"]["bias"])
+
+  def test_a_price_needs_the_whole_document(self):
+    config = small_model.config(
+        moe=dataclasses.replace(CONFIG.moe, balancing="sequence_quantile")
+    )
+    apply = functools.partial(
+        jax.eval_shape, moe.LatentMoE(config).apply,
+        {"params": self.params, "router_state": self.state}, self.x,
+    )  # fmt: skip
+    apply(self.layout)
+    decode = self.layout._replace(lengths=jnp.zeros(2, jnp.int32))
+    with self.assertRaisesRegex(NotImplementedError, "cache of decode"):
+      apply(decode)
 
   def test_scores_are_fp32_under_bf16_compute(self):
     low = moe.LatentMoE(small_model.config(dtype="bfloat16"))

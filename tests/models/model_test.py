@@ -273,6 +273,8 @@ class StatsTest(absltest.TestCase):
   def test_each_balancing_rule_gets_its_own_statistics(self):
     names = {
         "quantile": {"counts", "histogram"},
+        "quantile_pooled": {"counts", "histogram"},
+        "sequence_quantile": {"counts", "histogram"},
         "sign": {"counts"},
         "switch_loss": {"counts", "switch_loss"},
         "none": {"counts"},

@@ -91,7 +91,8 @@ def _make_step(config):
   def step(params, x, segments, bias):
     gradient = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
     (value, (y, sums)), grads = gradient(params, x, segments, bias)
-    state = router.update({"router": {"bias": bias}}, sums, config.moe)
+    state = {"router": {"bias": bias}}
+    state = router.update(state, sums, config.moe, step=0)
     return {
         "loss": value, "y": y, "grads": grads, "sums": sums,
         "bias": state["router"]["bias"],
@@ -106,7 +107,7 @@ def _compiled(config, mesh_name=None):
   params, boxed = _variables(config)
   x, segments, bias = _inputs(config)
   if mesh_name is None:
-    step = tiny_run.jit(_make_step(config))
+    step = jax.jit(_make_step(config))
     return step.lower(params, x, segments, bias).compile(), lambda *args: args
   mesh = mesh_lib.make_mesh(config_lib.MeshConfig(**MESHES[mesh_name]))
   replicated = jax.NamedSharding(mesh, jax.P())
@@ -114,7 +115,7 @@ def _compiled(config, mesh_name=None):
   shardings = (rules.shardings(mesh, boxed), rows, rows, replicated)
   place = lambda *args: jax.device_put(args, shardings)
   with jax.set_mesh(mesh), nn.logical_axis_rules(rules.LOGICAL_RULES):
-    step = tiny_run.jit(_make_step(config))
+    step = jax.jit(_make_step(config))
     return step.lower(*place(params, x, segments, bias)).compile(), place
 
 
@@ -259,7 +260,7 @@ class RunExpertsTest(parameterized.TestCase):
 
     factor = np.arange(1, self.E + 1, dtype=np.float32)
     with jax.set_mesh(mesh):
-      u, dropped = tiny_run.jit(run)(
+      u, dropped = jax.jit(run)(
           factor, self.z, self.indices, self.weights, self.valid
       )
     return np.asarray(u), np.asarray(dropped)
@@ -362,7 +363,7 @@ class TrainTest(absltest.TestCase):
     )
     batch = loop.put_batch(tiny_run.batches(run, 1)[0], mesh)
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules.LOGICAL_RULES):
-      gradient_step = tiny_run.jit(step_lib.make_gradient_step(run))
+      gradient_step = jax.jit(step_lib.make_gradient_step(run))
       lowered = gradient_step.lower(state, batch)
       compiled = lowered.compile()
       sums = jax.tree.map(
@@ -372,7 +373,7 @@ class TrainTest(absltest.TestCase):
           lowered.out_info,
           compiled.output_shardings,
       )
-      update_step = tiny_run.jit(step_lib.make_update_step(run))
+      update_step = jax.jit(step_lib.make_update_step(run))
       update = update_step.lower(state, sums).compile()
     found = _collectives(compiled.as_text())
     self.assertEqual(_summed_integers(found), [(2 * (8 + 8 * 100 + 1),)])

@@ -33,9 +33,9 @@ class TrainTest(parameterized.TestCase):
   def setUpClass(cls):
     super().setUpClass()
     cls.config = tiny_run.config()
-    cls.state = tiny_run.jit(lambda: training.init_state(cls.config))()
+    cls.state = jax.jit(lambda: training.init_state(cls.config))()
     cls.batches = tiny_run.batches(cls.config, 4)
-    gradient_step = tiny_run.jit(step_lib.make_gradient_step(cls.config))
+    gradient_step = jax.jit(step_lib.make_gradient_step(cls.config))
     cls.sums = [gradient_step(cls.state, batch) for batch in cls.batches]
 
   def _bias(self, sums):
@@ -43,6 +43,7 @@ class TrainTest(parameterized.TestCase):
         jax.device_get(self.state.router_state),
         jax.device_get(sums["stats"]["router_stats"]),
         self.config.model.moe,
+        step=0,
     )
     (bias,) = jax.tree.leaves(router_state)
     return np.asarray(bias)
@@ -58,7 +59,7 @@ class TrainTest(parameterized.TestCase):
         self.state, state_lib.state_shardings(self.config, mesh)
     )
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules.LOGICAL_RULES):
-      gradient_step = tiny_run.jit(step_lib.make_gradient_step(self.config))
+      gradient_step = jax.jit(step_lib.make_gradient_step(self.config))
       actual = [
           gradient_step(state, loop.put_batch(batch, mesh))
           for batch in self.batches

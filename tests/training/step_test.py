@@ -229,7 +229,9 @@ def _text_update(balancing, sums=None):
   state = _text_state()
   return _bias(
       state.replace(
-          router_state=router.update(state.router_state, stats, config)
+          router_state=router.update(
+              state.router_state, stats, config, step=0
+          )
       )
   )
 
