@@ -23,7 +23,10 @@ from pallas_kernels.kda import segments
 CHUNK = chunk_lib.CHUNK
 PAIR = chunk_lib.PAIR
 LANES = 128
+# More heads per program share its fixed cost of a step; more heads together
+# hide more latency, until the registers spill. Measured in bundles: NOTES.md.
 _MOST_HEADS = 8
+_TOGETHER = (1, 2, 3, 4)
 Interpret = bool | pltpu.InterpretParams | None
 
 
@@ -48,7 +51,8 @@ def fused_kda(
     NotImplementedError: widths or dtypes that the kernels do not serve.
   """
   _check_served(q, k, v, z, interpret)
-  slope = jnp.exp(a_log.astype(jnp.float32))[:, None]
+  # sigmoid(x) = 1 / (1 + 2^(-x log2(e)))
+  slope = -chunk_lib.LOG2_E * jnp.exp(a_log.astype(jnp.float32))[:, None]
   bias = slope * dt_bias.astype(jnp.float32)
   if segment_ids is not None:
     # Before the sigmoid: the gradient of a NaN row would be 0 * NaN.
@@ -130,12 +134,14 @@ def _run(q, k, v, z, beta, slope, bias, initial_state, segment_ids, **static):
       masked=masked,
       heads=per_program,
       query_heads=queries,
+      together=max(n for n in _TOGETHER if per_program % n == 0),
       operand=gate.operand_dtype(q, k, v),
       **static,
   )
   if initial_state is None:
-    initial_state = jnp.zeros((batch, value_heads, width, values))
-  state = _pad(_pad(initial_state, 2, LANES), 3, LANES).swapaxes(2, 3)
+    state = jnp.zeros((batch, value_heads, LANES, LANES), jnp.float32)
+  else:
+    state = _pad(_pad(initial_state, 2, LANES), 3, LANES).swapaxes(2, 3)
   q, k, v, z = (
       _pad(_pad(x, 3, LANES), 1, PAIR).reshape(batch, padded, -1)
       for x in (q, k, v, z)

@@ -1,16 +1,18 @@
-"""What happens inside two neighbouring chunks of one head, on a TPU.
+"""What happens inside two neighbouring chunks of a few heads, on a TPU.
 
 The algebra is `intra_chunk`'s: tiles of 16 rows around their first row, one
 dense product per row of tiles, an fp32 block inverse. The layout is the
-TPU's. A [C, C] matrix of either chunk is half of a vector register wide, so
-the two stand side by side in 128 lanes, [C, 2C]. `on_diagonal` moves them onto
+TPU's. A [C, C] matrix of one chunk is half a vector register wide, so the two
+chunks' stand side by side in 128 lanes, [C, 2C]. `on_diagonal` puts them on
 the diagonal of a [2C, 2C] matrix without moving a lane, and then
 
   beside(x) @ on_diagonal(y) = beside(x y)      on_diagonal(x) @ rows = x rows
 
-fill a 128-wide matrix unit with products of both chunks.
+fill a 128-wide matrix unit with products of both chunks. Every array has a
+leading axis of n heads: independent work that fills the units' latency.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -22,51 +24,59 @@ from pallas_kernels.kda import intra_chunk
 CHUNK = intra_chunk.CHUNK
 TILE = intra_chunk.TILE
 PAIR = 2 * CHUNK
+LOG2_E = math.log2(math.e)
 _TILES = CHUNK // TILE
-_SHIFT = 2.0**32  # see intra_chunk
+# exp(D) is kept times 2^32: a normal number down to the bound at which its
+# reciprocal overflows.
+_SHIFT = 32.0
 # Contracted dimensions of a and b.
 NN, NT, TN = (1, 0), (1, 1), (0, 0)
 
 
 def dot(a, b, contract, operand):
-  """Multiplies in the operand dtype and accumulates in fp32."""
-  exact = operand.itemsize > 2
-  return _dot(
-      a.astype(operand),
-      b.astype(operand),
-      contract,
-      jax.lax.Precision.HIGHEST if exact else None,
-  )
+  """Multiplies [n, ...] in the operand dtype and accumulates in fp32."""
+  precision = None if operand.itemsize == 2 else jax.lax.Precision.HIGHEST
+  return _dot(a.astype(operand), b.astype(operand), contract, precision)
 
 
-def _dot(a, b, contract, precision):
+def _dot(a, b, contract, precision=None):
   left, right = contract
   return jax.lax.dot_general(
       a,
       b,
-      (((left,), (right,)), ((), ())),
+      (((left + 1,), (right + 1,)), ((0,), (0,))),
       precision=precision,
       preferred_element_type=jnp.float32,
   )
 
 
-def _iota(axis):
-  return jax.lax.broadcasted_iota(jnp.int32, (CHUNK, PAIR), axis)
+def _iota(axis, rows=CHUNK):
+  return jax.lax.broadcasted_iota(jnp.int32, (rows, PAIR), axis)
+
+
+def join(arrays):
+  """Concatenates [n, rows, width] below each other."""
+  return jnp.concatenate(arrays, axis=1)
+
+
+def halves(x):
+  """The rows of the first and of the second chunk."""
+  middle = x.shape[1] // 2
+  return x[:, :middle], x[:, middle:]
 
 
 def beside(first, second):
-  """[C, 2C] and [C, 2C], or [C, 1] each: the left half and the right half."""
-  left = jax.lax.broadcasted_iota(jnp.int32, (first.shape[0], PAIR), 1) < CHUNK
-  first, second = (
-      jnp.broadcast_to(x, (x.shape[0], PAIR)) for x in (first, second)
-  )
+  """Two [n, rows, 2C or 1]: the left half and the right half of the lanes."""
+  shape = (*first.shape[:2], PAIR)
+  left = jnp.broadcast_to(_iota(1, shape[1]) < CHUNK, shape)
+  first, second = (jnp.broadcast_to(x, shape) for x in (first, second))
   return jnp.where(left, first, second)
 
 
 def on_diagonal(x):
-  """[n, 2C] side by side -> [2n, 2C]: the right half below the left one."""
+  """[n, rows, 2C] side by side: the right half below the left one."""
   zero = jnp.zeros_like(x)
-  return jnp.concatenate([beside(x, zero), beside(zero, x)], axis=0)
+  return join([beside(x, zero), beside(zero, x)])
 
 
 class Rows(NamedTuple):
@@ -88,13 +98,13 @@ def read_rows(fields) -> Rows:
   """Unpacks [ROW_FIELDS, 2C] int32."""
   column = fields.T
   run, valid, reads, writes, keeps = (column[:, i : i + 1] for i in range(5))
+  own = beside(*halves(run[None]))[0]
   return Rows(
       valid,
       reads,
       writes,
       [keeps[:1], keeps[CHUNK : CHUNK + 1]],
-      beside(run[:CHUNK], run[CHUNK:])
-      == jnp.broadcast_to(fields[:1], (CHUNK, PAIR)),
+      own == jnp.broadcast_to(fields[:1], own.shape),
   )
 
 
@@ -104,138 +114,172 @@ def select(flags, x):
 
 
 def _by_tile(x):
-  return x.reshape(2, _TILES, TILE, x.shape[-1])
+  return x.reshape(x.shape[0], 2, _TILES, TILE, x.shape[-1])
+
+
+def _by_row(x):
+  return x.reshape(x.shape[0], PAIR, x.shape[-1])
 
 
 def _sum_tile(x, sign):
-  """Sums [2C, K] from each tile's first row (sign 1), or to its last (-1)."""
-  row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0) % TILE
+  """Sums [n, 2C, K] from each tile's first row (sign 1) or to its last."""
+  row = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) % TILE
   for shift in (1, 2, 4, 8):
-    moved = pltpu.roll(x, sign * shift % PAIR, 0)
+    moved = pltpu.roll(x, sign * shift % PAIR, 1)
     reached = row >= shift if sign > 0 else row < TILE - shift
     x += jnp.where(reached, moved, 0.0)
   return x
 
 
 def sum_from_here(x):
-  """Sums [2C, K] over each chunk's tokens from every token onwards."""
+  """Sums [n, 2C, K] over each chunk's tokens from every token onwards."""
   inner = _by_tile(_sum_tile(x, -1))
-  first = inner[:, :, :1]
-  later = [jnp.zeros_like(first[:, :1])]
+  first = inner[:, :, :, :1]
+  later = [jnp.zeros_like(first[:, :, :1])]
   for t in reversed(range(1, _TILES)):
-    later.append(later[-1] + first[:, t : t + 1])
-  return (inner + jnp.concatenate(later[::-1], axis=1)).reshape(x.shape)
+    later.append(later[-1] + first[:, :, t : t + 1])
+  return _by_row(inner + jnp.concatenate(later[::-1], axis=2))
 
 
 class Decays(NamedTuple):
-  """Decay factors of two chunks, [2, t, c, K]; see `intra_chunk.Decays`."""
+  """Decay factors; D, E and R as in `intra_chunk`, _SHIFT undone by rows."""
 
-  up: jax.Array  # exp(D) * 2^32
-  down: jax.Array  # exp(-D) * 2^-32
-  rest: jax.Array  # exp(E - D)
-  across: list  # per r, [2, r, 1, K] exp(R_r - R_{s+1}) * 2^-32, s < r
-  entry: jax.Array  # [2C, K] exp(G), 0 outside the state's segment
-  exit: jax.Array  # [2C, K] exp(G_end - G), 0 outside the last segment
-  end: list  # per chunk, [1, K] exp(G_end), 0 if a segment starts inside
+  up: jax.Array  # [n, 2, t, c, K] exp(D) * 2^32
+  down: jax.Array  # [n, 2, t, c, K] exp(-D) * 2^-32
+  rest: jax.Array  # [n, 2, t, c, K] exp(E - D)
+  across: list  # per r, [n, 2, r, 1, K] exp(R_r - R_{s+1}) * 2^-32, s < r
+  start: jax.Array  # [n, 2, t, 1, K] exp(R) * 2^-32
+  finish: jax.Array  # [n, 2, t, 1, K] exp(G_end - R_{s+1})
+  end: list  # per chunk, [n, 1, K] exp(G_end)
 
 
-def decays(g, rows) -> Decays:
-  """Builds the factors from log decays [2C, K]."""
-  tiles = _by_tile(g)
-  first = tiles[:, :, :1]
-  row = jax.lax.broadcasted_iota(jnp.int32, g.shape, 0) % TILE
+def decays(g) -> Decays:
+  """Builds the factors from log decays [n, 2C, K]."""
+  g = g * LOG2_E
+  first = _by_tile(g)[:, :, :, :1]
+  row = jax.lax.broadcasted_iota(jnp.int32, g.shape, 1) % TILE
   inner = _by_tile(_sum_tile(jnp.where(row > 0, g, 0.0), 1))  # D
-  last = inner[:, :, TILE - 1 :]
-  step = [last[:, t : t + 1] for t in range(_TILES)]  # E
-  start = [first[:, :1]]  # R_0 ... R_t = G_end
+  last = inner[:, :, :, TILE - 1 :]
+  step = [last[:, :, t : t + 1] for t in range(_TILES)]  # E
+  start = [first[:, :, :1]]  # R_0 ... R_t = G_end
   for t in range(_TILES):
     if t + 1 < _TILES:
-      step[t] += first[:, t + 1 : t + 2]
+      step[t] += first[:, :, t + 1 : t + 2]
     start.append(start[t] + step[t])
-  step, start = (jnp.concatenate(x, axis=1) for x in (step, start))
-  between = [
-      jnp.exp(start[:, r : r + 1] - start[:, 1 : r + 1])
-      for r in range(1, _TILES + 1)
-  ]
-  half_up, half_down = jnp.exp(0.5 * inner), jnp.exp(-0.5 * inner)
-  up = (half_up * _SHIFT) * half_up
-  down = (half_down / _SHIFT) * half_down
-  rest = jnp.exp(step - inner)
-  from_start = jnp.exp(start)
-  entry = (up * (from_start[:, :-1] / _SHIFT)).reshape(g.shape)
-  exit_ = (rest * between[-1]).reshape(g.shape)
-  end = [from_start[c, _TILES] for c in (0, 1)]
-  if rows is not None:
-    entry, exit_ = select(rows.reads, entry), select(rows.writes, exit_)
-    end = [select(keep, x) for keep, x in zip(rows.keeps, end)]
-  across = [x / _SHIFT for x in between[:-1]]
-  return Decays(up, down, rest, across, entry, exit_, end)
+  step, start = (jnp.concatenate(x, axis=2) for x in (step, start))
+
+  def between(r, shift):
+    return jnp.exp2(start[:, :, r : r + 1] - start[:, :, 1 : r + 1] - shift)
+
+  shifted = inner + _SHIFT
+  end = jnp.exp2(start[:, :, _TILES])
+  return Decays(
+      up=jnp.exp2(shifted),
+      down=jnp.exp2(-shifted),
+      rest=jnp.exp2(step - inner),
+      across=[between(r, _SHIFT) for r in range(1, _TILES)],
+      start=jnp.exp2(start[:, :, :_TILES] - _SHIFT),
+      finish=between(_TILES, 0.0),
+      end=[end[:, c] for c in (0, 1)],
+  )
 
 
-def _column_factors(factors, r):
-  """[2, r + 1, c, K]: what decays the columns that tile r's rows multiply."""
-  own = factors.down[:, r : r + 1]
-  if not r:
-    return own
-  earlier = factors.rest[:, :r] * factors.across[r - 1]
-  return jnp.concatenate([earlier, own], axis=1)
-
-
-def _all_columns(x, width):
-  """[2, r + 1, c, K] -> [2C, K], zero in later tiles."""
-  missing = _TILES - x.shape[1]
-  if missing:
-    zero = jnp.zeros((2, missing, TILE, width), x.dtype)
-    x = jnp.concatenate([x, zero], axis=1)
-  return x.reshape(PAIR, width)
+def entry_and_exit(factors, rows):
+  """[n, 2C, K] e^G and e^(G_end - G), zero where another segment stands."""
+  entry = _by_row(factors.up * factors.start)
+  exit_ = _by_row(factors.rest * factors.finish)
+  if rows is None:
+    return entry, exit_
+  return select(rows.reads, entry), select(rows.writes, exit_)
 
 
 class Local(NamedTuple):
-  """What two chunks of one head hold that does not depend on the state."""
+  """What two chunks of n heads hold that does not depend on the state."""
 
-  q: jax.Array  # [2C, K] fp32, as k
+  q: jax.Array  # [n, 2C, K] fp32, as k
   k: jax.Array
-  beta: jax.Array  # [2C, 1]
+  beta: jax.Array  # [n, 2C, 1]
   factors: Decays
-  left: list  # per r, [4c, K] operand: q, k rows of tile r, chunk by chunk
-  right: list  # per r, [2C, K] operand: k of tiles up to r
-  qk: jax.Array  # [C, 2C] P, masked, side by side
-  kk: jax.Array  # [C, 2C] A, masked
-  causal: jax.Array  # [C, 2C] the masks, i >= j and i > j in one segment
+  left: list  # per r, [n, 4c, K] operand: q, k rows of tile r, by chunk
+  right: list  # per r, [n, 2C, K] operand: k of tiles up to r, zero later
+  q_entry: jax.Array  # [n, 2C, K] q e^G, 0 outside the state's segment
+  k_entry: jax.Array  # [n, 2C, K] k e^G
+  k_exit: jax.Array  # [n, 2C, K] k e^(G_end - G), 0 outside the last segment
+  end: list  # per chunk, [n, 1, K] e^G_end, 0 if a segment starts inside
+  causal: jax.Array  # [C, 2C] bool: i >= j, and i > j, of one segment
   strict: jax.Array
-  inverse: jax.Array  # [C, 2C] (I + b A)^-1
+  qk: jax.Array  # [n, C, 2C] P, masked, side by side
+  kk: jax.Array  # [n, C, 2C] A, masked
+  inverse: jax.Array  # [n, C, 2C] (I + b A)^-1
 
 
 def local(q, k, g, beta, rows, operand) -> Local:
   """Computes decays, scores and the inverse.
 
   Args:
-    q: [2C, K] fp32, two chunks of one head; zero on padding, as all.
-    k: [2C, K] fp32.
-    g: [2C, K] fp32 log decay.
-    beta: [2C, 1] fp32.
+    q: [n, 2C, K] fp32, two chunks of n heads; zero on padding, as all.
+    k: [n, 2C, K] fp32.
+    g: [n, 2C, K] fp32 log decay.
+    beta: [n, 2C, 1] fp32.
     rows: Rows, or None for one segment without padding.
     operand: dtype of the products' operands.
   """
-  factors = decays(g, rows)
-  width = q.shape[-1]
+  factors = decays(g)
   q_up, k_up = _by_tile(q) * factors.up, _by_tile(k) * factors.up
+  k_down, k_rest = _by_tile(k) * factors.down, _by_tile(k) * factors.rest
   left, right, scores_q, scores_k = [], [], [], []
   for r in range(_TILES):
-    pieces = (q_up[0, r], k_up[0, r], q_up[1, r], k_up[1, r])
-    left.append(jnp.concatenate(pieces, axis=0).astype(operand))
-    columns = _by_tile(k)[:, : r + 1] * _column_factors(factors, r)
-    right.append(_all_columns(columns, width).astype(operand))
+    rows_of = (q_up[:, 0, r], k_up[:, 0, r], q_up[:, 1, r], k_up[:, 1, r])
+    left.append(join(rows_of).astype(operand))
+    right.append(_columns(k_rest, k_down, factors, r, operand))
     s = dot(left[r], right[r], NT, operand)
-    scores_q.append(beside(s[:TILE], s[2 * TILE : 3 * TILE]))
-    scores_k.append(beside(s[TILE : 2 * TILE], s[3 * TILE :]))
+    s = [s[:, i * TILE : (i + 1) * TILE] for i in range(4)]
+    scores_q.append(beside(s[0], s[2]))
+    scores_k.append(beside(s[1], s[3]))
   causal, strict = _masks(rows)
-  qk = jnp.where(causal, jnp.concatenate(scores_q, axis=0), 0.0)
-  kk = jnp.where(strict, jnp.concatenate(scores_k, axis=0), 0.0)
-  inverse = unit_lower_inverse(beside(beta[:CHUNK], beta[CHUNK:]) * kk, operand)
+  qk = jnp.where(_like(causal, q), join(scores_q), 0.0)
+  kk = jnp.where(_like(strict, q), join(scores_k), 0.0)
+  q_entry, k_entry = (_by_row(x * factors.start) for x in (q_up, k_up))
+  k_exit = _by_row(k_rest * factors.finish)
+  end = factors.end
+  if rows is not None:
+    q_entry, k_entry = (select(rows.reads, x) for x in (q_entry, k_entry))
+    k_exit = select(rows.writes, k_exit)
+    end = [select(keep, x) for keep, x in zip(rows.keeps, end, strict=True)]
   return Local(
-      q, k, beta, factors, left, right, qk, kk, causal, strict, inverse
+      q,
+      k,
+      beta,
+      factors,
+      left,
+      right,
+      q_entry,
+      k_entry,
+      k_exit,
+      end,
+      causal,
+      strict,
+      qk,
+      kk,
+      unit_lower_inverse(beside(*halves(beta)) * kk, operand),
   )
+
+
+def _like(mask, x):
+  return jnp.broadcast_to(mask, (x.shape[0], *mask.shape))
+
+
+def _columns(k_rest, k_down, factors, r, operand):
+  """The columns that tile r's rows multiply, zero in later tiles."""
+  own = k_down[:, :, r : r + 1].astype(operand)
+  parts = [own]
+  if r:
+    earlier = k_rest[:, :, :r] * factors.across[r - 1]
+    parts = [earlier.astype(operand), own]
+  if r + 1 < _TILES:
+    shape = (*own.shape[:2], _TILES - r - 1, *own.shape[3:])
+    parts.append(jnp.zeros(shape, operand))
+  return _by_row(jnp.concatenate(parts, axis=2))
 
 
 def _masks(rows):
@@ -254,58 +298,69 @@ def unit_lower_inverse(lower, operand):
   other in the lanes; then block merges, see `intra_chunk`.
 
   Args:
-    lower: [C, 2C] fp32, side by side.
-    operand: if 16 bits wide, the merges take three products of 16-bit halves,
-      which is more than their result will be rounded to.
+    lower: [n, C, 2C] fp32, side by side.
+    operand: what the result will be rounded to.
   """
-  tile_of_row, tile_of_lane = _iota(0) // TILE, _iota(1) % CHUNK // TILE
-  diagonal = tile_of_row == tile_of_lane
+  diagonal = _iota(0) // TILE == _iota(1) % CHUNK // TILE
+  diagonal = _like(diagonal, lower)
   packed = jnp.where(diagonal, lower, 0.0)
-  packed = sum(packed[r * TILE : (r + 1) * TILE] for r in range(_TILES))
+  packed = sum(packed[:, r * TILE : (r + 1) * TILE] for r in range(_TILES))
   packed = _substitute(packed)
-  inverse = jnp.concatenate([packed] * _TILES, axis=0)
-  inverse = jnp.where(diagonal, inverse, 0.0)
-  precision = (
-      jax.lax.Precision.HIGH
-      if operand.itemsize == 2
-      else jax.lax.Precision.HIGHEST
-  )
+  inverse = jnp.where(diagonal, join([packed] * _TILES), 0.0)
   for size in (TILE, 2 * TILE):
     odd = [slice(i, i + size) for i in range(size, CHUNK, 2 * size)]
     below = _iota(0) // size == _iota(1) % CHUNK // size + 1
-    corner = _odd_rows(jnp.where(below, lower, 0.0), odd)
-    corner = _dot(corner, on_diagonal(inverse), NN, precision)
-    corner = on_diagonal(_spread(corner, size))
-    corner = _dot(_odd_rows(inverse, odd), corner, NN, precision)
+    corner = jnp.where(_like(below, lower), lower, 0.0)
+    corner = join([corner[:, rows] for rows in odd])
+    corner = _exact(corner, inverse, operand)
+    own = join([inverse[:, rows] for rows in odd])
+    corner = _exact(own, _spread(corner, size), operand)
     inverse -= _spread(corner, size)
   return inverse
 
 
-def _odd_rows(x, odd):
-  return jnp.concatenate([x[rows] for rows in odd], axis=0)
-
-
 def _spread(x, size):
   """Puts blocks of `size` rows back into odd places, zeros between."""
-  zero = jnp.zeros_like(x[:size])
+  zero = jnp.zeros_like(x[:, :size])
   blocks = []
-  for i in range(0, x.shape[0], size):
-    blocks += [zero, x[i : i + size]]
-  return jnp.concatenate(blocks, axis=0)
+  for i in range(0, x.shape[1], size):
+    blocks += [zero, x[:, i : i + size]]
+  return join(blocks)
+
+
+def _exact(a, b, operand):
+  """Rows of a times b, both side by side, beyond the operand's precision.
+
+  Where the result is rounded to 16 bits, three products of 16-bit halves are
+  enough.
+  """
+  if operand.itemsize > 2:
+    return _dot(a, on_diagonal(b), NN, jax.lax.Precision.HIGHEST)
+  a_high, a_low = _split(a)
+  b_high, b_low = (on_diagonal(x) for x in _split(b))
+  high, low = halves(_dot(join([a_high, a_low]), b_high, NN))
+  return high + (low + _dot(a_high, b_low, NN))
+
+
+def _split(x):
+  high = x.astype(jnp.bfloat16)
+  return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
 def _substitute(lower):
-  """Inverts I + lower for 16-row blocks side by side, [c, 2C]."""
-  lane = jax.lax.broadcasted_iota(jnp.int32, lower.shape, 1)
-  row = jax.lax.broadcasted_iota(jnp.int32, lower.shape, 0)
+  """Inverts I + lower for 16-row blocks side by side, [n, c, 2C]."""
+  heads = lower.shape[0]
+  lane, row = _iota(1, heads * TILE), _iota(0, heads * TILE) % TILE
   block = lane // TILE * TILE
-  inverse = jnp.where(row == lane - block, 1.0, 0.0)
+  inverse = jnp.where(row == lane - block, 1.0, 0.0).reshape(lower.shape)
+  lower = lower.reshape(heads * TILE, PAIR)
   for j in range(TILE - 1):
     # lower[:, j] is zero down to row j: only later rows change.
     column = jnp.take_along_axis(
         lower, block + j, axis=1, mode="promise_in_bounds"
     )
-    inverse -= column * inverse[j : j + 1]
+    column = column.reshape(inverse.shape)
+    inverse -= column * inverse[:, j : j + 1]
   return inverse
 
 
@@ -313,38 +368,42 @@ def scores_gradient(d_qk, d_kk, x: Local, operand):
   """Pulls masked score gradients back, see `intra_chunk.scores_gradient`.
 
   Args:
-    d_qk: [C, 2C] side by side, zero where masked.
-    d_kk: [C, 2C].
+    d_qk: [n, C, 2C] side by side, zero where masked.
+    d_kk: [n, C, 2C].
     x: of the same chunks.
     operand: dtype of the products' operands.
 
   Returns:
-    dq, dk, d_decay: [2C, K] each.
+    dq, dk, d_decay: [n, 2C, K] each.
   """
-  width = x.q.shape[-1]
-  dq, dk_row, rising = [], [], []
-  dk_column = falling = jnp.zeros((PAIR, width), jnp.float32)
+  heads, _, width = x.q.shape
+  dq, dk_row, rising, own = [], [], [], []
+  earlier = [0.0] * (_TILES - 1)  # of exp(E - D), per tile
+  falling = 0.0
   for r in range(_TILES):
     tile = slice(r * TILE, (r + 1) * TILE)
-    pieces = (d_qk[tile], d_kk[tile])
-    zero = jnp.zeros_like(pieces[0])
-    block = [beside(y, zero) for y in pieces] + [
-        beside(zero, y) for y in pieces
-    ]
-    block = jnp.concatenate(block, axis=0)
+    pieces = (d_qk[:, tile], d_kk[:, tile])
+    block = on_diagonal(join(pieces))  # rows as those of left
     d_left = dot(block, x.right[r], NN, operand)
     weighed = d_left * x.left[r].astype(jnp.float32)
-    d_left, weighed = (y.reshape(2, 2, TILE, width) for y in (d_left, weighed))
-    rising.append(weighed[:, 0] + weighed[:, 1])
-    up = x.factors.up[:, r]
-    dq.append(d_left[:, 0] * up)
-    dk_row.append(d_left[:, 1] * up)
+    d_left, weighed = (
+        y.reshape(heads, 2, 2, TILE, width) for y in (d_left, weighed)
+    )
+    rising.append(weighed[:, :, 0] + weighed[:, :, 1])
+    up = x.factors.up[:, :, r]
+    dq.append(d_left[:, :, 0] * up)
+    dk_row.append(d_left[:, :, 1] * up)
     d_right = dot(block, x.left[r], TN, operand)
     falling += d_right * x.right[r].astype(jnp.float32)
-    d_right = _by_tile(d_right)[:, : r + 1] * _column_factors(x.factors, r)
-    dk_column += _all_columns(d_right, width)
+    d_right = _by_tile(d_right)
+    own.append(d_right[:, :, r])
+    for s in range(r):
+      earlier[s] += d_right[:, :, s] * x.factors.across[r - 1][:, :, s]
 
-  def join(tiles):
-    return jnp.stack(tiles, axis=1).reshape(PAIR, width)
+  def stack(tiles):
+    return jnp.stack(tiles, axis=2)
 
-  return join(dq), join(dk_row) + dk_column, join(rising) - falling
+  earlier.append(jnp.zeros_like(own[0]))
+  dk = stack(dk_row) + stack(own) * x.factors.down
+  dk += stack(earlier) * x.factors.rest
+  return _by_row(stack(dq)), _by_row(dk), _by_row(stack(rising)) - falling

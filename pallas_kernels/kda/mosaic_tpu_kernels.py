@@ -8,6 +8,7 @@ waits. States are held as [V, K]: their decay is then a row, not a column.
 
 import dataclasses
 import functools
+import math
 
 import jax
 from jax import numpy as jnp
@@ -19,6 +20,7 @@ from pallas_kernels.kda import mosaic_tpu_chunk as chunk_lib
 CHUNK = chunk_lib.CHUNK
 PAIR = chunk_lib.PAIR
 NN, NT, TN = chunk_lib.NN, chunk_lib.NT, chunk_lib.TN
+halves, join = chunk_lib.halves, chunk_lib.join
 _L2_EPSILON = 1e-6
 
 
@@ -33,6 +35,7 @@ class Plan:
     masked: there are segments or padding.
     heads: value heads per program.
     query_heads: query heads per program.
+    together: value heads computed together; divides heads.
     operand: dtype of the products' operands.
     interpret: None on a TPU, else pallas_call's argument.
   """
@@ -43,6 +46,7 @@ class Plan:
   masked: bool
   heads: int
   query_heads: int
+  together: int
   operand: jnp.dtype
   interpret: object = None
 
@@ -57,8 +61,9 @@ def forward(plan, q, k, v, z, beta, slope, bias, initial, rows, *, keep):
     v: [B, T, HV V].
     z: [B, T, HV K] decay logits, or log decay if not plan.raw.
     beta: [B, HV / heads, heads, T] fp32.
-    slope: [HV / heads, heads, K] fp32, of the gate's logits.
-    bias: [HV / heads, heads, K] fp32, added to slope z.
+    slope: [HV / heads, heads, K] fp32: g = lower_bound / (1 + 2^(slope z +
+      bias)).
+    bias: [HV / heads, heads, K] fp32.
     initial: [B, HV, V, K] fp32.
     rows: [B, ROW_FIELDS, T] int32, or None.
     keep: whether to return [B, HV, T / C, V, K] states in plan.operand.
@@ -213,47 +218,58 @@ class _Specs:
     )
 
 
-class _Head:
-  """One head's part of a step, read from the blocks; fp32."""
+class _Heads:
+  """A few heads' part of a step, read from the blocks; [n, 2C, width] fp32."""
 
-  def __init__(self, plan, i, q_ref, k_ref, v_ref, z_ref, gate, beta, rows):
-    query = i * plan.query_heads // plan.heads
-    self.raw_q, self.raw_k = (
-        _load(x, query, plan.query_heads, rows) for x in (q_ref, k_ref)
+  def __init__(self, plan, heads, q_ref, k_ref, v_ref, z_ref, gate, beta, rows):
+    queries = [i * plan.query_heads // plan.heads for i in heads]
+    raw_q, raw_k = (
+        _load(x, queries, plan.query_heads, rows) for x in (q_ref, k_ref)
     )
-    self.v = _load(v_ref, i, plan.heads, rows)
-    self.z = _load(z_ref, i, plan.heads, rows)
-    self.beta = beta[:, i : i + 1]
-    self.slope, self.bias = (x[i : i + 1] for x in gate)
-    self.q, self.k, self.g = self.raw_q, self.raw_k, self.z
+    self.v = _load(v_ref, heads, plan.heads, rows)
+    self.z = _load(z_ref, heads, plan.heads, rows)
+    self.beta = jnp.stack([beta[:, i : i + 1] for i in heads])
+    self.q, self.k, self.g = raw_q, raw_k, self.z
     if not plan.raw:
       return
-    self.rstd_q, self.rstd_k = (_rstd(x) for x in (self.raw_q, self.raw_k))
-    self.q, self.k = self.raw_q * self.rstd_q, self.raw_k * self.rstd_k
-    self.logit = self.slope * self.z + self.bias
-    self.g = plan.lower_bound * jax.nn.sigmoid(self.logit)
+    self.rstd_q, self.rstd_k = _rstd(raw_q), _rstd(raw_k)
+    self.q, self.k = raw_q * self.rstd_q, raw_k * self.rstd_k
+    self.slope, bias = (jnp.stack([x[i : i + 1] for i in heads]) for x in gate)
+    # The limit keeps the gradient's exponential * sigmoid finite.
+    logit = jnp.minimum(self.slope * self.z + bias, 126.0)
+    self.exponential = jnp.exp2(logit)
+    self.sigmoid = 1.0 / (1.0 + self.exponential)
+    self.g = plan.lower_bound * self.sigmoid
     if rows is not None:
       self.g = chunk_lib.select(rows.valid, self.g)
 
 
-def _load(ref, i, heads, rows):
-  width = ref.shape[-1] // heads
-  x = ref[:, i * width : (i + 1) * width].astype(jnp.float32)
+def _load(ref, heads, count, rows):
+  width = ref.shape[-1] // count
+  x = jnp.stack([ref[:, i * width : (i + 1) * width] for i in heads])
+  x = x.astype(jnp.float32)
   return x if rows is None else chunk_lib.select(rows.valid, x)
 
 
+def _store(ref, heads, count, x):
+  width = ref.shape[-1] // count
+  for j, i in enumerate(heads):
+    ref[:, i * width : (i + 1) * width] = x[j].astype(ref.dtype)
+
+
+def _groups(plan):
+  n = plan.together
+  return [range(i, i + n) for i in range(0, plan.heads, n)]
+
+
 def _rstd(x):
-  squares = jnp.sum(x * x, axis=1, keepdims=True)
+  squares = jnp.sum(x * x, axis=-1, keepdims=True)
   return jax.lax.rsqrt(squares + _L2_EPSILON)
 
 
 def _columns(beta_ref, rows):
   beta = beta_ref[...].T  # [2C, heads]
   return beta if rows is None else chunk_lib.select(rows.valid, beta)
-
-
-def _halves(x):
-  return x[:CHUNK], x[CHUNK:]
 
 
 def _forward_kernel(
@@ -277,16 +293,18 @@ def _forward_kernel(
 
   beta = _columns(beta_ref, rows)
   gate = slope_ref[...], bias_ref[...]
-  for i in range(plan.heads):
-    head = _Head(plan, i, q_ref, k_ref, v_ref, z_ref, gate, beta, rows)
-    x = chunk_lib.local(head.q, head.k, head.g, head.beta, rows, plan.operand)
-    out, state, states = _scan(plan, x, head.v, state_ref[i])
-    state_ref[i] = state
-    width = out.shape[1]
-    out_ref[:, i * width : (i + 1) * width] = out.astype(out_ref.dtype)
+  for group in _groups(plan):
+    heads = _Heads(plan, group, q_ref, k_ref, v_ref, z_ref, gate, beta, rows)
+    x = chunk_lib.local(
+        heads.q, heads.k, heads.g, heads.beta, rows, plan.operand
+    )
+    own = slice(group.start, group.stop)
+    out, state, states = _scan(plan, x, heads.v, state_ref[own])
+    state_ref[own] = state
+    _store(out_ref, group, plan.heads, out)
     if states_ref:
       for c, before in enumerate(states):
-        states_ref[0][i, c] = before.astype(plan.operand)
+        states_ref[0][own, c] = before.astype(plan.operand)
 
 
 def _take_rows(plan, refs):
@@ -296,30 +314,29 @@ def _take_rows(plan, refs):
 
 
 def _scan(plan, x, v, state):
-  """Takes a head's state [V, K] through two chunks.
+  """Takes the state [n, V, K] through two chunks.
 
   Returns:
-    out [2C, V], the state after, and the states before each chunk.
+    out [n, 2C, V], the state after, and the states before each chunk.
   """
   dot = functools.partial(chunk_lib.dot, operand=plan.operand)
-  q_entry = _halves(x.q * x.factors.entry)
-  k_entry = _halves(x.k * x.factors.entry)
-  k_exit = _halves(x.k * x.factors.exit)
-  v, beta = _halves(v), _halves(x.beta)
+  q_entry, k_entry, k_exit, v, beta = (
+      halves(y) for y in (x.q_entry, x.k_entry, x.k_exit, v, x.beta)
+  )
+  inverse = x.inverse.astype(plan.operand)
   states, reads, writes = [], [], []
   for c in (0, 1):
     states.append(state)
-    lanes = slice(c * CHUNK, (c + 1) * CHUNK)
-    entry = jnp.concatenate([k_entry[c], q_entry[c]], axis=0)
-    recalled, read = _halves(dot(entry, state, NT))
+    entry = join([k_entry[c], q_entry[c]])
+    recalled, read = halves(dot(entry, state, NT))
     error = beta[c] * (v[c] - recalled)
-    write = dot(x.inverse[:, lanes], error, NN)
-    state = x.factors.end[c] * state + dot(write, k_exit[c], TN)
+    write = dot(inverse[:, :, c * CHUNK : (c + 1) * CHUNK], error, NN)
+    state = x.end[c] * state + dot(write, k_exit[c], TN)
     reads.append(read)
     writes.append(write)
-  reads, writes = (jnp.concatenate(y, axis=0) for y in (reads, writes))
-  local = dot(chunk_lib.on_diagonal(x.qk), writes, NN)
-  return plan.scale * (reads + local), state, states
+  local = chunk_lib.on_diagonal(x.qk.astype(plan.operand))
+  out = join(reads) + dot(local, join(writes), NN)
+  return plan.scale * out, state, states
 
 
 def _backward_kernel(
@@ -348,110 +365,120 @@ def _backward_kernel(
   beta = _columns(beta_ref, rows)
   gate = slope_ref[...], bias_ref[...]
   d_betas = []
-  for i in range(plan.heads):
-    head = _Head(plan, i, q_ref, k_ref, v_ref, z_ref, gate, beta, rows)
-    x = chunk_lib.local(head.q, head.k, head.g, head.beta, rows, plan.operand)
-    d_out = plan.scale * _load(d_out_ref, i, plan.heads, rows)
-    states = [states_ref[i, c] for c in (0, 1)]
-    d_state, (dq, dk, dv, dg, d_beta) = _gradient(
-        plan, x, head.v, states, d_out, d_state_ref[i]
+  for group in _groups(plan):
+    heads = _Heads(plan, group, q_ref, k_ref, v_ref, z_ref, gate, beta, rows)
+    x = chunk_lib.local(
+        heads.q, heads.k, heads.g, heads.beta, rows, plan.operand
     )
-    d_state_ref[i] = d_state
+    own = slice(group.start, group.stop)
+    d_out = plan.scale * _load(d_out_ref, group, plan.heads, rows)
+    states = [states_ref[own, c] for c in (0, 1)]
+    d_state, (dq, dk, dv, dg, d_beta) = _gradient(
+        plan, x, heads.v, states, d_out, d_state_ref[own], rows
+    )
+    d_state_ref[own] = d_state
     if rows is not None:
       dg = chunk_lib.select(rows.valid, dg)
       d_beta = chunk_lib.select(rows.valid, d_beta)
     if plan.raw:
-      dq = _norm_gradient(dq, head.q, head.rstd_q)
-      dk = _norm_gradient(dk, head.k, head.rstd_k)
-      # sigmoid(-x) keeps the digits that 1 - sigmoid(x) loses near 1.
-      rise = jax.nn.sigmoid(head.logit) * jax.nn.sigmoid(-head.logit)
-      d_logit = dg * (plan.lower_bound * rise)
-      dg = d_logit * head.slope
-      for ref, y in zip(sums_refs, (d_logit * head.z, d_logit), strict=True):
-        ref[i : i + 1] += jnp.sum(y, axis=0, keepdims=True)
+      dq = _norm_gradient(dq, heads.q, heads.rstd_q)
+      dk = _norm_gradient(dk, heads.k, heads.rstd_k)
+      dg, *sums = _gate_gradient(plan, heads, dg)
+      for ref, y in zip(sums_refs, sums, strict=True):
+        ref[own] += y
     for ref, y in ((dq_ref, dq), (dk_ref, dk), (dv_ref, dv), (dz_ref, dg)):
-      width = y.shape[1]
-      ref[:, i * width : (i + 1) * width] = y.astype(ref.dtype)
-    d_betas.append(d_beta)
+      _store(ref, group, plan.heads, y)
+    d_betas += [d_beta[j] for j in range(plan.together)]
   d_beta_ref[...] = jnp.concatenate(d_betas, axis=1).T
 
 
 def _norm_gradient(d, x, rstd):
   """Of x = raw rstd: rstd (d - x <x, d>)."""
-  return rstd * (d - x * jnp.sum(x * d, axis=1, keepdims=True))
+  return rstd * (d - x * jnp.sum(x * d, axis=-1, keepdims=True))
 
 
-def _gradient(plan, x, v, states, d_out, d_state):
-  """Takes the gradient of a head's state back through two chunks.
+def _gate_gradient(plan, heads, dg):
+  """Of g = lower_bound / (1 + 2^y), y = slope z + bias.
+
+  Returns:
+    dz [n, 2C, K], and the sums over rows of d_slope and d_bias, [n, K].
+  """
+  # exponential * sigmoid keeps the digits that 1 - sigmoid loses near 1.
+  rise = heads.sigmoid * (heads.exponential * heads.sigmoid)
+  d_logit = dg * rise * (-math.log(2.0) * plan.lower_bound)
+  d_slope = jnp.sum(d_logit * heads.z, axis=1)
+  return d_logit * heads.slope, d_slope, jnp.sum(d_logit, axis=1)
+
+
+def _gradient(plan, x, v, states, d_out, d_state, rows):
+  """Takes the gradient of the state back through two chunks.
 
   Args:
     plan: static choices.
     x: chunk_lib.Local.
-    v: [2C, V].
-    states: [V, K] before each chunk.
-    d_out: [2C, V], times scale.
-    d_state: [V, K], of the state after both chunks.
+    v: [n, 2C, V].
+    states: [n, V, K] before each chunk.
+    d_out: [n, 2C, V], times scale.
+    d_state: [n, V, K], of the state after both chunks.
+    rows: chunk_lib.Rows or None.
 
   Returns:
-    d_state [V, K], and the gradients of q, k, v, g, beta.
+    d_state [n, V, K], and the gradients of q, k, v, g, beta.
   """
   dot = functools.partial(chunk_lib.dot, operand=plan.operand)
-  factors, beta = x.factors, x.beta
-  join = functools.partial(jnp.concatenate, axis=0)
-  q_entry, k_entry = x.q * factors.entry, x.k * factors.entry
-  k_exit = x.k * factors.exit
+  beta = x.beta
   recalled = [
-      dot(k, s, NT) for k, s in zip(_halves(k_entry), states, strict=True)
+      dot(k, s, NT) for k, s in zip(halves(x.k_entry), states, strict=True)
   ]
   error = v - join(recalled)
-  inverse = chunk_lib.on_diagonal(x.inverse)
-  write = dot(inverse, beta * error, NN)
-  d_write = _halves(dot(chunk_lib.on_diagonal(x.qk), d_out, TN))
+  inverse = x.inverse.astype(plan.operand)
+  write = dot(chunk_lib.on_diagonal(inverse), beta * error, NN)
+  local = chunk_lib.on_diagonal(x.qk.astype(plan.operand))
+  d_write = halves(dot(local, d_out, TN))
 
   d_errors, d_ends = [None, None], [None, None]
-  halves = [_halves(y) for y in (q_entry, k_entry, k_exit, beta, d_out)]
+  parts = (x.q_entry, x.k_entry, x.k_exit, beta, d_out)
+  parts = [halves(y) for y in parts]
   for c in (1, 0):
-    q_in, k_in, k_out, b, d_o = (y[c] for y in halves)
-    lanes = slice(c * CHUNK, (c + 1) * CHUNK)
-    d_w = d_write[c] + dot(k_out, d_state, NT)
-    d_errors[c] = dot(x.inverse[:, lanes], d_w, TN)
+    q_entry, k_entry, k_exit, b, d_o = (y[c] for y in parts)
+    d_w = d_write[c] + dot(k_exit, d_state, NT)
+    d_errors[c] = dot(inverse[:, :, c * CHUNK : (c + 1) * CHUNK], d_w, TN)
     d_ends[c] = d_state
-    d_state = factors.end[c] * d_state
-    d_state += dot(join([d_o, -b * d_errors[c]]), join([q_in, k_in]), TN)
+    d_reads = join([d_o, -b * d_errors[c]])
+    d_state = x.end[c] * d_state
+    d_state += dot(d_reads, join([q_entry, k_entry]), TN)
   d_error = join(d_errors)
   dv = beta * d_error
 
-  d_qk = jnp.where(x.causal, _beside_rows(dot(d_out, write, NT)), 0.0)
-  d_lower = jnp.where(x.strict, _beside_rows(dot(-d_error, write, NT)), 0.0)
-  d_beta = jnp.sum(d_error * error, axis=1, keepdims=True)
-  d_beta += _row_sums(d_lower * x.kk)
-  d_kk = chunk_lib.beside(*_halves(beta)) * d_lower
+  d_qk = _pairs(dot(d_out, write, NT), x.causal)
+  d_lower = _pairs(dot(-d_error, write, NT), x.strict)
+  d_beta = jnp.sum(d_error * error, axis=-1, keepdims=True)
+  d_beta += jnp.sum(
+      chunk_lib.on_diagonal(d_lower * x.kk), axis=-1, keepdims=True
+  )
+  d_kk = chunk_lib.beside(*halves(beta)) * d_lower
   dq, dk, d_decay = chunk_lib.scores_gradient(d_qk, d_kk, x, plan.operand)
 
-  d_reads = join([d_out[:CHUNK], -dv[:CHUNK]]), join(
-      [d_out[CHUNK:], -dv[CHUNK:]]
-  )
-  d_entry = [dot(d, s, NN) for d, s in zip(d_reads, states, strict=True)]
-  dq_entry = factors.entry * join([d[:CHUNK] for d in d_entry])
-  dk_entry = factors.entry * join([d[CHUNK:] for d in d_entry])
-  dk_exit = [dot(w, d, NN) for w, d in zip(_halves(write), d_ends, strict=True)]
-  dk_exit = factors.exit * join(dk_exit)
+  d_reads = zip(halves(d_out), halves(-dv), strict=True)
+  d_entry = [
+      halves(dot(join(d), s, NN)) for d, s in zip(d_reads, states, strict=True)
+  ]
+  entry, exit_ = chunk_lib.entry_and_exit(x.factors, rows)
+  dq_entry, dk_entry = (entry * join(d) for d in zip(*d_entry, strict=True))
+  dk_exit = [dot(w, d, NN) for w, d in zip(halves(write), d_ends, strict=True)]
+  dk_exit = exit_ * join(dk_exit)
   d_decay += x.q * dq_entry + x.k * (dk_entry - dk_exit)
   d_last = []
-  for c, y in enumerate(_halves(x.k * dk_exit)):
+  for c, y in enumerate(halves(x.k * dk_exit)):
     last = states[c].astype(jnp.float32) * d_ends[c]
-    last = factors.end[c] * jnp.sum(last, axis=0, keepdims=True)
-    last += jnp.sum(y, axis=0, keepdims=True)
+    last = x.end[c] * jnp.sum(last, axis=1, keepdims=True)
+    last += jnp.sum(y, axis=1, keepdims=True)
     d_last.append(jnp.broadcast_to(last, y.shape))
   dg = chunk_lib.sum_from_here(d_decay) + join(d_last)
   return d_state, (dq + dq_entry, dk + dk_entry + dk_exit, dv, dg, d_beta)
 
 
-def _beside_rows(x):
-  """[2C, 2C] -> [C, 2C]: the two blocks on the diagonal, side by side."""
-  return chunk_lib.beside(*_halves(x))
-
-
-def _row_sums(x):
-  """[C, 2C] side by side -> [2C, 1]."""
-  return jnp.sum(chunk_lib.on_diagonal(x), axis=1, keepdims=True)
+def _pairs(x, mask):
+  """[n, 2C, 2C] -> [n, C, 2C]: the chunks' own pairs, masked, side by side."""
+  x = chunk_lib.beside(*halves(x))
+  return jnp.where(jnp.broadcast_to(mask, x.shape), x, 0.0)
