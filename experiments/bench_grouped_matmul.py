@@ -4,7 +4,7 @@
   python -m experiments.bench_grouped_matmul --shapes=2048x1024x896 --torch
 
 One line per measurement: shape, load, what, milliseconds (median of 5 runs of
-10 launches back to back, and the spread of the 5), TFLOP/s of the useful
+2 to 10 launches back to back, and the spread of the 5), TFLOP/s of the useful
 products. "fwd+bwd" returns the output and both gradients.
 """
 
@@ -25,6 +25,7 @@ from pallas_kernels.grouped_matmul import mosaic_gpu
 from pallas_kernels.grouped_matmul import mosaic_gpu_rows
 from pallas_kernels.grouped_matmul import mosaic_gpu_schedule
 from pallas_kernels.grouped_matmul import mosaic_gpu_weights
+from pallas_kernels.grouped_matmul import xla
 
 _SHAPES = flags.DEFINE_list(
     "shapes",
@@ -41,6 +42,7 @@ _CHECK = flags.DEFINE_bool("check", False, "Compare with float64 and exit.")
 _LOCK = flags.DEFINE_string(
     "lock", None, "File locked while timing: processes compile side by side."
 )
+_XLA = flags.DEFINE_bool("xla", False, "Time the XLA implementation too.")
 _TORCH = flags.DEFINE_bool("torch", False, "Time torch._grouped_mm too.")
 
 _BF16 = jnp.bfloat16
@@ -84,8 +86,16 @@ def _forward(plan):
 
 
 def _both(plan):
+  return _with_gradients(_forward(plan))
+
+
+def _xla(lhs, rhs, sizes, _):
+  return xla.grouped_matmul(lhs, rhs, sizes)
+
+
+def _with_gradients(forward):
   def both(lhs, rhs, sizes, d_out):
-    product = lambda a, b: mosaic_gpu.grouped_matmul(a, b, sizes, plan=plan)
+    product = lambda lhs, rhs: forward(lhs, rhs, sizes, None)
     out, pull = jax.vjp(product, lhs, rhs)
     return out, *pull(d_out)
 
@@ -113,9 +123,11 @@ def measure(label, plan, width_in, width_out, num_groups):
   """Prints the times of one shape under every load."""
   num_rows = _ROWS.value
   inputs = _inputs(num_rows, width_in, width_out, num_groups)
-  functions = {"fwd": _forward(plan), "fwd+bwd": _both(plan)}
-  if _PARTS.value:
-    functions |= _parts(plan)
+  # The kernels side by side; what is made of them finds them compiled.
+  functions = {"fwd": _forward(plan)} | _parts(plan)
+  whole = {"fwd+bwd": _both(plan)}
+  if _XLA.value:
+    whole |= {"xla fwd": _xla, "xla fwd+bwd": _with_gradients(_xla)}
   sizes = jnp.zeros((num_groups,), jnp.int32)
   lhs, rhs, d_out = inputs
 
@@ -125,6 +137,9 @@ def measure(label, plan, width_in, width_out, num_groups):
   began = time.perf_counter()
   with concurrent.futures.ThreadPoolExecutor() as pool:
     compiled = dict(zip(functions, pool.map(compile_one, functions.values())))
+    compiled |= dict(zip(whole, pool.map(compile_one, whole.values())))
+  if not _PARTS.value:
+    compiled = {k: f for k, f in compiled.items() if k in ("fwd", *whole)}
   print(
       f"# {label}: compiled in {time.perf_counter() - began:.1f} s", flush=True
   )
@@ -151,7 +166,7 @@ def _measure_loads(label, compiled, lhs, rhs, d_out):
     for name, function in compiled.items():
       run = functools.partial(function, lhs, rhs, sizes, d_out)
       flops = 2.0 * num_rows * width_in * width_out
-      products = {"fwd+bwd": 3, "schedule": 0}.get(name, 1)
+      products = 3 if "bwd" in name else 1 - (name == "schedule")
       _report(
           label, load, name, _time(run, jax.block_until_ready), flops * products
       )
@@ -217,13 +232,17 @@ def _error(actual, expected):
 
 def _time(run, wait):
   wait(run())
+  began = time.perf_counter()
+  wait(run())
+  once = time.perf_counter() - began
+  launches = int(np.clip(0.05 / once, 2, 10))
   times = []
   for _ in range(5):
     began = time.perf_counter()
-    for _ in range(10):
+    for _ in range(launches):
       result = run()
     wait(result)
-    times.append((time.perf_counter() - began) / 10 * 1e3)
+    times.append((time.perf_counter() - began) / launches * 1e3)
   return np.median(times), max(times) - min(times)
 
 

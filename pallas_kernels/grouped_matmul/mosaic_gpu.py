@@ -56,8 +56,9 @@ def _up(n, unit):
 
 def _padded_width(width, plan):
   if plan.interpret is not None:
-    return _up(width, plan.cluster * max(2 * plan.slice, plan.width))
-  return max(_up(width, 64), plan.slice, plan.width)
+    largest = max(plan.slice, plan.weight_rows, plan.weight_columns // 2)
+    return _up(width, 2 * plan.cluster * largest)
+  return max(_up(width, 64), plan.slice, plan.weight_columns)
 
 
 def _pad(x, shape):

@@ -10,7 +10,15 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 from jaxlib.mlir.dialects import llvm
 
-TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+def tiled(columns: int) -> tuple:
+  """Transforms of bf16 tiles whose swizzled rows hold so many columns."""
+  return (
+      plgpu.TilingTransform((8, columns)),
+      plgpu.SwizzleTransform(2 * columns),
+  )
+
+
+TILED = tiled(64)
 _VECTOR = 8  # elements of 2 bytes in one access of a thread
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 
@@ -161,8 +169,10 @@ def write_rows(
   write(stage, out, first, begin, end, column)
 
 
-def zero_rows(ref, low, high, *, interpret: bool) -> None:
-  """Zeroes the rows of a swizzled [64, W] tile outside [low, high).
+def zero_rows(
+    ref, low, high, *, interpret: bool, transforms: tuple = TILED
+) -> None:
+  """Zeroes the rows of a swizzled [R, W] tile outside [low, high).
 
   The swizzle permutes within a row's 128 bytes, so whole rows need not know
   it. Callers make the writes visible with `commit_smem`.
@@ -175,7 +185,7 @@ def zero_rows(ref, low, high, *, interpret: bool) -> None:
   threads_per_row = width // _VECTOR
   rows_at_once = 128 // threads_per_row
 
-  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TILED), *[_SCALAR] * 2))
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), *[_SCALAR] * 2))
   def zero(_, ref, *scalars):
     low, high = (s.registers.item() for s in scalars)
     i32 = ir.IntegerType.get_signless(32)
@@ -183,13 +193,15 @@ def zero_rows(ref, low, high, *, interpret: bool) -> None:
     compare = lambda kind, a, b: arith.cmpi(
         getattr(arith.CmpIPredicate, kind), a, b
     )
-    slab, block, line, _ = ir.MemRefType(ref.type).get_strides_and_offset()[0]
+    kind = ir.MemRefType(ref.type)
+    slab, block, line, _ = kind.get_strides_and_offset()[0]
+    per_block = kind.shape[3] // _VECTOR
     thread = arith.remui(mgpu_utils.thread_idx(), const(128))
     piece = arith.remui(thread, const(threads_per_row))
     first = arith.divui(thread, const(threads_per_row))
     column = arith.addi(
-        arith.muli(arith.divui(piece, const(8)), const(block)),
-        arith.muli(arith.remui(piece, const(8)), const(_VECTOR)),
+        arith.muli(arith.divui(piece, const(per_block)), const(block)),
+        arith.muli(arith.remui(piece, const(per_block)), const(_VECTOR)),
     )
     word = ir.VectorType.get((4,), i32)
     zeros = arith.constant(

@@ -23,9 +23,12 @@ from pallas_kernels.grouped_matmul import mosaic_gpu_lanes as lanes
 from pallas_kernels.grouped_matmul import mosaic_gpu_schedule as schedule
 from pallas_kernels.grouped_matmul.mosaic_gpu_schedule import CHUNK
 
-_PIECE = 96  # rows of the output staged at a time
+_PIECE, _BUFFERS = 32, 3  # rows of the output staged at a time
 _COMPUTE_REGISTERS, _FETCH_REGISTERS = 232, 40
 WARPGROUPS = 2  # that compute
+# What either kind of warpgroup has to know of an item.
+_FETCHED = schedule.GROUP, schedule.START, schedule.HEIGHT, schedule.COLUMN
+_COMPUTED = range(6)
 
 
 def rows_times_matrices(
@@ -58,45 +61,38 @@ def rows_times_matrices(
   steps = contracted // CHUNK
   matrix_tile = (size, CHUNK) if transpose else (CHUNK, size)
 
-  def body(rows_gm, matrices_gm, tiles_gm, out_gm, **smem):
+  def body(rows_gm, matrices_gm, items_gm, out_gm, **smem):
     group = lax.axis_index("warpgroup")
     cluster = lax.axis_index("tile")
     half = lax.axis_index("pair") if plan.cluster > 1 else 0
-    count = tiles_gm[0, 0]
-    items = count * column_tiles
-    rounds = lax.div(items - cluster + plan.clusters - 1, plan.clusters)
+    items = items_gm[0, 0]
+    rounds = schedule.rounds(items, cluster, plan.clusters)
 
-    def place(n):
-      """The n-th item's tile (a row of `tiles`) and this block's column."""
-      item = lax.min(n * plan.clusters + cluster, items - 1)
-      per_panel = plan.panel * column_tiles
-      panel = lax.div(item, per_panel)
-      rest = item - panel * per_panel
-      first = panel * plan.panel
-      height = lax.min(count - first, jnp.int32(plan.panel))
-      column = lax.div(rest, height)
-      tile = first + rest - column * height
-      return tile + 1, (column * plan.cluster + half) * block_columns
+    def fields_of(n, fields):
+      """Fields of the n-th item; of the last item from there on."""
+      item = lax.min(schedule.dealt(n, cluster, plan.clusters), items - 1)
+      return tuple(items_gm[1 + item, field] for field in fields)
 
-    def fields_of(n):
-      """The n-th item's column and tile; the last item's from there on."""
-      tile, column = place(n)
-      return column, *(tiles_gm[tile, f] for f in range(schedule.FIELDS))
+    def first_column(column):
+      return (column * plan.cluster + half) * block_columns
 
     def steps_of(owner):
       return jnp.where(owner < num_groups, steps, 0)
 
     def for_height(index, run):
-      lax.switch(index, [functools.partial(run, h) for h in plan.heights])
+      branches = [functools.partial(run, h) for h in plan.heights]
+      return lax.switch(index, branches)
 
     @pl.when(group == WARPGROUPS)
     def _fetch():
       plgpu.set_max_registers(_FETCH_REGISTERS, action="decrease")
 
+      fields = functools.partial(fields_of, fields=_FETCHED)
+
       def fetch_item(n, carry):
-        done, column, owner, start, _, _, index = carry
-        following = fields_of(n + 1)  # reads of global memory: early
-        length = steps_of(owner)
+        done, owner, start, index, column = carry
+        following = fields(n + 1)  # reads of global memory: early
+        length, column = steps_of(owner), first_column(column)
 
         def fetch(height):
           def one(k, _):
@@ -126,17 +122,18 @@ def rows_times_matrices(
         for_height(index, fetch)
         return done + length, *following
 
-      done, *_ = lax.fori_loop(0, rounds, fetch_item, (0, *fields_of(0)))
+      done, *_ = lax.fori_loop(0, rounds, fetch_item, (0, *fields(0)))
       lanes.drain(smem["consumed"], done, stages)
 
     @pl.when(group < WARPGROUPS)
     def _compute():
       plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
 
+      fields = functools.partial(fields_of, fields=_COMPUTED)
+
       def compute_item(n, carry):
-        done, column, owner, start, begin, end, index = carry
-        following = fields_of(n + 1)
-        length = steps_of(owner)
+        done, owner, start, begin, end, index, column = carry
+        length, column = steps_of(owner), first_column(column)
 
         def compute(height):
           def product(acc):
@@ -169,18 +166,22 @@ def rows_times_matrices(
             plgpu.barrier_arrive(smem["consumed"].at[last])
 
           with jax.named_scope("write"):
-            write(out.astype(jnp.bfloat16), start, begin, end, column)
+            here = column + group * size
+            write(out.astype(jnp.bfloat16), start, begin, end, here)
+          return fields(n + 1)
 
-        for_height(index, compute)
+        following = for_height(index, compute)
         return done + length, *following
 
       def write(out, start, begin, end, column):
         interpret = plan.interpret is not None
         height = out.shape[1]
-        for first in range(0, height, _PIECE):
+        for i, first in enumerate(range(0, height, _PIECE)):
           piece = min(_PIECE, height - first)
-          stage = smem["out"].at[group, pl.ds(0, piece)]
-          plgpu.commit_smem()  # the last piece has been read
+          stage = smem["out"].at[group, i % _BUFFERS, pl.ds(0, piece)]
+          if i == 0 or i >= _BUFFERS:  # until this buffer has been read
+            others = _BUFFERS - 1 if i else 0
+            plgpu.wait_smem_to_gmem(others, wait_read_only=True)
           lanes.stage_tile(
               stage,
               out[:, first : first + piece],
@@ -188,17 +189,24 @@ def rows_times_matrices(
               transpose=True,
           )
           plgpu.commit_smem()
-          lanes.write_rows(
-              stage,
-              out_gm,
-              start + first,
-              begin,
-              end,
-              column + group * size,
-              interpret=interpret,
-          )
+          row = start + first
+          whole = (row >= begin) & (row + piece <= end)
 
-      lax.fori_loop(0, rounds, compute_item, (0, *fields_of(0)))
+          @pl.when(whole)
+          def _():
+            there = out_gm.at[pl.ds(row, piece), pl.ds(column, size)]
+            plgpu.copy_smem_to_gmem(stage, there, commit_group=False)
+
+          @pl.when(~whole)
+          def _():
+            lanes.write_rows(
+                stage, out_gm, row, begin, end, column, interpret=interpret
+            )
+
+          plgpu.commit_smem_to_gmem_group()
+
+      lax.fori_loop(0, rounds, compute_item, (0, *fields(0)))
+      plgpu.wait_smem_to_gmem(0)
 
   consumed = (
       plgpu.ClusterBarrier(
@@ -222,7 +230,7 @@ def rows_times_matrices(
               (stages, WARPGROUPS, *matrix_tile), rows.dtype, transforms=tiled
           ),
           out=plgpu.SMEM(
-              (WARPGROUPS, _PIECE, size), rows.dtype, transforms=tiled
+              (WARPGROUPS, _BUFFERS, _PIECE, size), rows.dtype, transforms=tiled
           ),
           loaded=plgpu.Barrier(
               num_arrivals=1 + WARPGROUPS, num_barriers=stages
@@ -231,4 +239,5 @@ def rows_times_matrices(
       ),
       **lanes.launch(plan, name, WARPGROUPS + 1),
   )
-  return kernel(rows, matrices, tiles)
+  items = schedule.row_items(tiles, column_tiles, plan.panel)
+  return kernel(rows, matrices, items)

@@ -9,6 +9,7 @@ neighbour that a tile reads at its two ends are computed and not written.
 import dataclasses
 
 import jax
+from jax import lax
 from jax import numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -16,9 +17,8 @@ ALIGNMENT = 8  # rows of a shared-memory tile
 UNIT = 16  # rows; two blocks of a cluster fetch half of a unit each
 CHUNK = 64  # contracted per step: a swizzled row of 128 bytes
 
-# Fields of a row tile, after one row that holds their number.
-FIELDS = 5
-GROUP, START, BEGIN, END, HEIGHT = range(FIELDS)
+# Fields of a row tile and of an item, after one row that holds their number.
+GROUP, START, BEGIN, END, HEIGHT, COLUMN = range(6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +28,10 @@ class Plan:
   Attributes:
     heights: rows of a tile of the row products, ascending multiples of 16;
       each is compiled apart, for wgmma's width is part of the instruction.
-    slice: output columns (rows, in the weights' gradient) of a warpgroup.
-    width: output columns of a block in the weights' gradient.
+    slice: output columns of a warpgroup in the row products.
+    weight_rows, weight_columns: of the weights' gradient, what a warpgroup
+      makes at a time.
+    weight_chunk: rows contracted per step there.
     row_stages, weight_stages: depth of the rings in shared memory.
     cluster: blocks that share what they fetch, 1 or 2.
     clusters: how many are resident.
@@ -37,11 +39,13 @@ class Plan:
     interpret: the interpreter's parameters, or None on a GPU.
   """
 
-  heights: tuple[int, ...] = (32, 64, 96, 112, 128, 144, 160, 176, 192)
+  heights: tuple[int, ...] = (32, 64, 96, 128, 144, 160, 176, 192)
   slice: int = 128
-  width: int = 128
+  weight_rows: int = 64
+  weight_columns: int = 256
+  weight_chunk: int = 32
   row_stages: int = 3
-  weight_stages: int = 3
+  weight_stages: int = 6
   cluster: int = 2
   clusters: int = 66
   panel: int = 8
@@ -91,6 +95,55 @@ def row_tiles(
   fields = jnp.stack([group, start, begin, end, height], axis=1)
   header = jnp.full((1, fields.shape[1]), last[-1], jnp.int32)
   return jnp.concatenate([header, fields])
+
+
+def row_items(
+    tiles: jax.Array, column_tiles: int, panel: int
+) -> jax.Array:
+  """Tiles times columns, in the order of execution.
+
+  Args:
+    tiles: from `row_tiles`.
+    column_tiles: how many columns of tiles there are.
+    panel: row tiles that run side by side before the next columns.
+
+  Returns:
+    [1 + T * column_tiles, 6] int32: first the number of items, then each
+    item's tile and the index of its column.
+  """
+  count = tiles[0, 0]
+  index = jnp.arange((tiles.shape[0] - 1) * column_tiles, dtype=jnp.int32)
+  first = index // (panel * column_tiles) * panel
+  height = jnp.clip(count - first, 1, panel)
+  rest = index - first * column_tiles
+  column = rest // height
+  tile = first + rest - column * height
+  fields = jnp.concatenate([tiles[1 + tile], column[:, None]], axis=1)
+  header = jnp.full((1, fields.shape[1]), count * column_tiles, jnp.int32)
+  return jnp.concatenate([header, fields])
+
+
+def largest_first(group_sizes: jax.Array, num_rows: int) -> jax.Array:
+  """[E, 3] int32: group, first row, row after its last; by falling size."""
+  index = jnp.arange(group_sizes.shape[0], dtype=jnp.int32)
+  larger = group_sizes[None, :] > group_sizes[:, None]
+  equal = group_sizes[None, :] == group_sizes[:, None]
+  before = larger | (equal & (index[None, :] < index[:, None]))
+  place = jnp.sum(before, axis=1, dtype=jnp.int32)
+  fields = jnp.stack([index, *bounds(group_sizes, num_rows)], axis=1)
+  return jnp.zeros_like(fields).at[place].set(fields, unique_indices=True)
+
+
+def dealt(n, cluster, clusters: int):
+  """The n-th item of a cluster: items are dealt round the table and back."""
+  turn = jnp.where(lax.rem(n, 2) == 0, cluster, clusters - 1 - cluster)
+  return n * clusters + turn
+
+
+def rounds(items, cluster, clusters: int):
+  """How many items a cluster gets."""
+  full = lax.div(items, clusters)
+  return full + jnp.where(dealt(full, cluster, clusters) < items, 1, 0)
 
 
 def bounds(

@@ -1,10 +1,12 @@
 """The gradient by the matrices on Hopper: d_rhs[e] = lhs_e^T d_out_e.
 
-One output tile of 256 x 128 per block and item; the contraction runs over the
-group's rows in chunks of 64 that start on a multiple of 8. Rows of a chunk
-that are not the group's are set to zero in shared memory, in both operands, so
-that not even a NaN of a neighbour gets in. Two blocks of a cluster share the
-lhs rows. A group without rows writes zeros.
+One output tile of 128 x 256 per block and item, 64 rows to a warpgroup: a
+wgmma that is wide in N reads its operands from shared memory the least often.
+The contraction runs over the group's rows in chunks of 32 that start on a
+multiple of 8. Rows of a chunk that are not the group's are set to zero in
+shared memory, in both operands, so that not even a NaN of a neighbour gets in.
+Two blocks of a cluster share the d_out rows. Large groups come first. A group
+without rows writes zeros.
 """
 
 import functools
@@ -17,7 +19,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul import mosaic_gpu_lanes as lanes
 from pallas_kernels.grouped_matmul import mosaic_gpu_schedule as schedule
-from pallas_kernels.grouped_matmul.mosaic_gpu_schedule import CHUNK
 
 _COMPUTE_REGISTERS, _FETCH_REGISTERS = 232, 40
 WARPGROUPS = 2  # that compute
@@ -34,7 +35,7 @@ def outer_products(
   Args:
     plan: the static part.
     lhs: [M, I] bf16, M a multiple of 8 and no less than a chunk.
-    d_out: [M, N] bf16; I and N multiples of 64 and no less than 128.
+    d_out: [M, N] bf16; I and N multiples of 64 and no less than a tile.
     group_sizes: [E] int32.
 
   Returns:
@@ -43,46 +44,45 @@ def outer_products(
   num_rows, rows_out = lhs.shape
   columns = d_out.shape[1]
   num_groups = group_sizes.shape[0]
-  stages, size, width = plan.weight_stages, plan.slice, plan.width
+  stages, chunk = plan.weight_stages, plan.weight_chunk
+  size, width = plan.weight_rows, plan.weight_columns
+  tiled = lanes.tiled(chunk)  # wgmma contracts a swizzled row at a time
   block_rows = WARPGROUPS * size
-  row_tiles = -(-rows_out // block_rows)
-  column_tiles = -(-columns // (width * plan.cluster))
+  row_tiles = -(-rows_out // (block_rows * plan.cluster))
+  column_tiles = -(-columns // width)
   per_group = row_tiles * column_tiles
   items = num_groups * per_group
-  limits = jnp.stack(schedule.bounds(group_sizes, num_rows), axis=1)
+  groups = schedule.largest_first(group_sizes, num_rows)
 
-  def body(lhs_gm, d_out_gm, limits_gm, out_gm, **smem):
+  def body(lhs_gm, d_out_gm, groups_gm, out_gm, **smem):
     warpgroup = lax.axis_index("warpgroup")
     cluster = lax.axis_index("tile")
     half = lax.axis_index("pair") if plan.cluster > 1 else 0
-    rounds = lax.div(items - cluster + plan.clusters - 1, plan.clusters)
+    rounds = schedule.rounds(items, cluster, plan.clusters)
 
-    def place(n):
-      """The n-th item's group and this block's tile of its gradient."""
-      item = n * plan.clusters + cluster
-      owner = lax.div(item, per_group)
-      rest = item - owner * per_group
+    def fields_of(n):
+      """The n-th item's group, rows and tile; the last item's from there on."""
+      item = lax.min(schedule.dealt(n, cluster, plan.clusters), items - 1)
+      place = lax.div(item, per_group)
+      rest = item - place * per_group
       column = lax.div(rest, row_tiles)
-      row = (rest - column * row_tiles) * block_rows
-      return owner, row, (column * plan.cluster + half) * width
-
-    def limits_of(n):
-      """The n-th item's rows; any group's past the last item."""
-      owner = lax.min(place(n)[0], jnp.int32(num_groups - 1))
-      return limits_gm[owner, 0], limits_gm[owner, 1]
+      row = (rest - column * row_tiles) * plan.cluster + half
+      owner, begin, end = (groups_gm[place, f] for f in range(3))
+      return owner, begin, end, row * block_rows, column * width
 
     def chunks_of(begin, end):
       start = lax.div(begin, schedule.ALIGNMENT) * schedule.ALIGNMENT
-      chunks = lax.div(end - start + CHUNK - 1, CHUNK)
+      chunks = lax.div(end - start + chunk - 1, chunk)
       return start, jnp.where(end > begin, chunks, 0)
 
     @pl.when(warpgroup == WARPGROUPS)
     def _fetch():
       plgpu.set_max_registers(_FETCH_REGISTERS, action="decrease")
 
-      def fetch_item(n, done):
-        _, row, column = place(n)
-        start, chunks = chunks_of(*limits_of(n))
+      def fetch_item(n, carry):
+        done, _, begin, end, row, column = carry
+        following = fields_of(n + 1)  # reads of global memory: early
+        start, chunks = chunks_of(begin, end)
 
         def one(k, _):
           slot = lax.rem(done + k, stages)
@@ -92,24 +92,24 @@ def outer_products(
           def _():
             plgpu.barrier_wait(smem["consumed"].at[slot])
 
-          here = pl.ds(start + k * CHUNK, CHUNK)
+          here = pl.ds(start + k * chunk, chunk)
+          plgpu.copy_gmem_to_smem(
+              d_out_gm.at[here, pl.ds(column, width)],
+              smem["d_out_in"].at[slot],
+              ready,
+              collective_axes="pair" if plan.cluster > 1 else None,
+          )
           for i in range(WARPGROUPS):
             plgpu.copy_gmem_to_smem(
                 lhs_gm.at[here, pl.ds(row + i * size, size)],
                 smem["lhs_in"].at[slot, i],
                 ready,
-                collective_axes="pair" if plan.cluster > 1 else None,
             )
-          plgpu.copy_gmem_to_smem(
-              d_out_gm.at[here, pl.ds(column, width)],
-              smem["d_out_in"].at[slot],
-              ready,
-          )
 
         lax.fori_loop(0, chunks, one, None)
-        return done + chunks
+        return done + chunks, *following
 
-      done = lax.fori_loop(0, rounds, fetch_item, 0)
+      done, *_ = lax.fori_loop(0, rounds, fetch_item, (0, *fields_of(0)))
       lanes.drain(smem["consumed"], done, stages)
 
     @pl.when(warpgroup < WARPGROUPS)
@@ -117,18 +117,17 @@ def outer_products(
       plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
 
       def compute_item(n, carry):
-        done, begin, end = carry
-        following = limits_of(n + 1)  # a read of global memory: early
-        owner, row, column = place(n)
+        done, owner, begin, end, row, column = carry
+        following = fields_of(n + 1)
         start, chunks = chunks_of(begin, end)
 
         def product(acc):
           def one(k, _):
             slot = lax.rem(done + k, stages)
             plgpu.barrier_wait(smem["loaded"].at[slot])
-            first = start + k * CHUNK
+            first = start + k * chunk
 
-            @pl.when((first < begin) | (first + CHUNK > end))
+            @pl.when((first < begin) | (first + chunk > end))
             def _():
               mask_rows(slot, begin - first, end - first)
 
@@ -162,7 +161,6 @@ def outer_products(
       def write(out, owner, row, column):
         stage = smem["out"].at[warpgroup]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.commit_smem()
         lanes.stage_tile(stage, out, interpret=plan.interpret is not None)
         plgpu.commit_smem()
         here = pl.ds(row + warpgroup * size, size)
@@ -173,7 +171,9 @@ def outer_products(
       def mask_rows(slot, low, high):
         """Zeroes rows outside [low, high): own lhs, half of d_out."""
         zero = functools.partial(
-            lanes.zero_rows, interpret=plan.interpret is not None
+            lanes.zero_rows,
+            interpret=plan.interpret is not None,
+            transforms=tiled,
         )
         zero(smem["lhs_in"].at[slot, warpgroup], low, high)
         share = width // WARPGROUPS
@@ -184,7 +184,7 @@ def outer_products(
         plgpu.barrier_arrive(smem["masked"])
         plgpu.barrier_wait(smem["masked"])
 
-      lax.fori_loop(0, rounds, compute_item, (0, *limits_of(0)))
+      lax.fori_loop(0, rounds, compute_item, (0, *fields_of(0)))
       plgpu.wait_smem_to_gmem(0)
 
   consumed = (
@@ -196,16 +196,18 @@ def outer_products(
       if plan.cluster > 1
       else plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages)
   )
-  dtype, tiled = lhs.dtype, lanes.TILED
+  dtype = lhs.dtype
   kernel = plgpu.kernel(
       body,
       out_type=jax.ShapeDtypeStruct((num_groups, rows_out, columns), dtype),
       scratch_types=dict(
           lhs_in=plgpu.SMEM(
-              (stages, WARPGROUPS, CHUNK, size), dtype, transforms=tiled
+              (stages, WARPGROUPS, chunk, size), dtype, transforms=tiled
           ),
-          d_out_in=plgpu.SMEM((stages, CHUNK, width), dtype, transforms=tiled),
-          out=plgpu.SMEM((WARPGROUPS, size, width), dtype, transforms=tiled),
+          d_out_in=plgpu.SMEM((stages, chunk, width), dtype, transforms=tiled),
+          out=plgpu.SMEM(
+              (WARPGROUPS, size, width), dtype, transforms=lanes.TILED
+          ),
           loaded=plgpu.Barrier(
               num_arrivals=1 + WARPGROUPS, num_barriers=stages
           ),
@@ -214,4 +216,4 @@ def outer_products(
       ),
       **lanes.launch(plan, "grouped_matmul_d_rhs", WARPGROUPS + 1),
   )
-  return kernel(lhs, d_out, limits)
+  return kernel(lhs, d_out, groups)

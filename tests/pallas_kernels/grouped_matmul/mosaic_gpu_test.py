@@ -19,7 +19,8 @@ from tests import testing
 _PLAN = mosaic_gpu.Plan(
     heights=(16, 32),
     slice=64,
-    width=128,
+    weight_rows=64,
+    weight_columns=128,
     row_stages=2,
     weight_stages=2,
     cluster=1,
