@@ -221,6 +221,7 @@ class ModelConfig:
   gate_cap: float = 4.0  # SiTU-GLU
   up_cap: float | None = 25.0  # SiTU-GLU; None: not capped
   attn_res_block_size: int | None = 2  # Transformer blocks; None: ordinary
+  attn_res_implementation: str | None = None  # of attn_res; None: best
   norm_eps: float = 1e-5
   init_std: float = 0.02
   dtype: str = "float32"  # compute

@@ -1,6 +1,7 @@
 """Attention residuals: each sub-layer mixes what earlier blocks have built."""
 
 from collections.abc import Sequence
+import functools
 
 import flax.linen as nn
 import jax
@@ -55,14 +56,20 @@ class DepthMix(nn.Module):
         "key_scale", names(nn.initializers.ones, ("embed",)), (dim,), dtype
     )
     eps = self.config.norm_eps
+    mix = functools.partial(
+        attn_res.attn_res,
+        pseudo_query=query,
+        key_scale=scale,
+        eps=eps,
+        implementation=self.config.attn_res_implementation,
+    )
     sources = (*bank,) if prefix is None else (*bank, prefix)
     # The first layer has the embedding alone: nothing to weigh.
     mixed = sources[0]
     if len(sources) > 1:
-      mixed = attn_res.attn_res(sources, query, scale, eps=eps)
+      mixed = mix(sources)
     if first is not None:
-      alone = attn_res.attn_res(tuple(bank), query, scale, eps=eps)
-      mixed = jnp.where(first, alone, mixed)
+      mixed = jnp.where(first, mix(tuple(bank)), mixed)
     if stats.wanted(self, "depth_stats"):
       use_prefix = None if first is None else ~first
       weights = depth_weights(sources, query, scale, use_prefix, eps=eps)
