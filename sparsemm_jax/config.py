@@ -208,6 +208,25 @@ class VisionConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+  """How a mesh with stages runs the decoder; without stages it says nothing."""
+
+  virtual_stages: int = 1  # chunks of blocks on each device along `stage`
+  micro_batches: int | None = None  # per forward pass; None: one a stage
+  # Transformer blocks of each chunk, chunk c on device c mod stages; None: as
+  # even as can be, the longer chunks first.
+  layers_per_chunk: tuple[int, ...] | None = None
+
+  def __post_init__(self):
+    _require_positive(self, "virtual_stages", "micro_batches")
+    _require(
+        all(size > 0 for size in self.layers_per_chunk or ()),
+        f"PipelineConfig.layers_per_chunk={self.layers_per_chunk} has an empty"
+        " chunk",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
   """A sparse multimodal decoder."""
 
@@ -232,6 +251,7 @@ class ModelConfig:
   mla: MlaConfig = MlaConfig()
   moe: MoeConfig = MoeConfig()
   vision: VisionConfig | None = None
+  pipeline: PipelineConfig = PipelineConfig()
 
   def __post_init__(self):
     _require_positive(

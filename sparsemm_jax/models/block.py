@@ -155,7 +155,7 @@ class ScannedBlocks(nn.Module):
     new_cache = {}
     for index, spec in enumerate(self.pattern):
       name = f"layer_{index}"
-      prefix, new_cache[name] = _rematted(self.config, in_scan=True)(
+      prefix, new_cache[name] = rematted(self.config, in_scan=True)(
           self.config, spec, name=name
       )(
           prefix, bank, layout, first if index == 0 else None,
@@ -187,7 +187,7 @@ def run_group(
   """
   if group.repeats == 1:
     (spec,) = group.pattern
-    block = _rematted(config)(config, spec, name=group.name)
+    block = rematted(config)(config, spec, name=group.name)
     return block(prefix, bank, layout, None, cache)
   first = None
   if prefix is None:
@@ -208,7 +208,9 @@ def run_group(
   return blocks(prefix, bank, layout, first, cache)
 
 
-def _rematted(config, *, in_scan=False):
+def rematted(
+    config: config_lib.ModelConfig, *, in_scan: bool = False
+) -> type[TransformerBlock]:
   """TransformerBlock under the config's rematerialisation policy."""
   if config.remat == "none":
     return TransformerBlock

@@ -11,6 +11,7 @@ from sparsemm_jax.layers import attn_res
 from sparsemm_jax.layers import layout as layout_lib
 from sparsemm_jax.layers import norms
 from sparsemm_jax.models import block
+from sparsemm_jax.models import pipelined
 
 
 class Decoder(nn.Module):
@@ -19,7 +20,8 @@ class Decoder(nn.Module):
   Every attn_res_block_size Transformer blocks (not sub-layers) the running sum
   of outputs moves to the bank and a new sum starts; a last mix over the bank
   and the unfinished sum precedes the final norm. Within a residual block the
-  bank is constant, so its layers scan with the prefix as the only carry.
+  bank is constant, so its layers scan with the prefix as the only carry. On a
+  mesh with stages the blocks run as a pipeline (see pipelined).
 
   Source: Attention Residuals, section 3.2, arXiv:2603.15031.
   """
@@ -35,6 +37,18 @@ class Decoder(nn.Module):
   ) -> tuple[Float[Array, "b t d"], dict[str, Any] | None]:
     """[B, T, D] -> [B, T, D] and the cache after these tokens."""
     config = self.config
+    in_stages = pipelined.stages() > 1 and cache is None
+    if in_stages and not self.is_initializing():
+      variables = nn.unbox(self.variables)
+      x, new_cache = pipelined.run_blocks(config, variables, x, layout), None
+    else:
+      x, new_cache = self._run_blocks(x, layout, cache)
+    x = norms.RMSNorm(config, config.d_model, "embed", name="final_norm")(x)
+    return x, new_cache
+
+  def _run_blocks(self, x, layout, cache):
+    """Runs everything before the final norm, on every device."""
+    config = self.config
     residuals = config.attn_res_block_size is not None
     bank = () if residuals else None
     new_cache = {}
@@ -48,5 +62,4 @@ class Decoder(nn.Module):
         )  # fmt: skip
     if residuals:
       x = attn_res.DepthMix(config, name="output_res")(bank, x)
-    x = norms.RMSNorm(config, config.d_model, "embed", name="final_norm")(x)
     return x, None if cache is None else new_cache

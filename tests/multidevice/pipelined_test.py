@@ -1,0 +1,88 @@
+"""Tests that the model in stages is the model."""
+
+import dataclasses
+import functools
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsemm_jax import config as config_lib
+from sparsemm_jax import models
+from sparsemm_jax.parallel import mesh as mesh_lib
+from sparsemm_jax.parallel import rules
+from sparsemm_jax.training import losses
+from tests import testing
+from tests.models import small_model
+
+# Nine blocks of one kind: quick to compile. Residual blocks of two.
+DEEP = small_model.config(
+    num_layers=9, num_dense_layers=9, mla_every=1, d_model=16,
+    dense_hidden_dim=16,
+)  # fmt: skip
+# KDA and a dense MLP, MLA and experts, KDA and experts.
+MIXED = small_model.config(num_layers=3, last_is_mla=False, d_model=16)
+ROWS, LENGTH = 8, 10
+
+
+@functools.cache
+def _step(config):
+  """A compiled (variables, tokens, segment ids) -> (loss, gradients)."""
+  model = models.SparseMultimodalModel(config)
+
+  def loss(params, variables, tokens, segment_ids):
+    variables = {**variables, "params": params}
+    logits = model.apply(variables, tokens, segment_ids).logits
+    nats, _ = losses.next_token_losses(logits[:, :-1], tokens[:, 1:])
+    return jnp.mean(nats)
+
+  gradient = jax.value_and_grad(loss)
+  return jax.jit(
+      lambda variables, *args: gradient(variables["params"], variables, *args)
+  )
+
+
+class PipelinedTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(
+      ("eight_stages", DEEP, dict(stage=8, data=1), {}),
+      (
+          "four_stages_twice",
+          DEEP,
+          dict(stage=4, data=2),
+          dict(virtual_stages=2, layers_per_chunk=(1, 1, 1, 1, 1, 1, 1, 2)),
+      ),
+      (
+          "stages_rows_and_experts",
+          MIXED,
+          dict(stage=2, data=2, expert=2),
+          dict(layers_per_chunk=(1, 2)),
+      ),
+  )
+  def test_loss_and_gradients_are_those_of_the_whole(self, config, sizes, cut):
+    tokens = small_model.tokens(ROWS, LENGTH)
+    segments = np.repeat([[1, 2, 0]], [4, 5, 1], axis=1).astype(np.int32)
+    variables = small_model.variables(config)
+    args = (variables, tokens, np.tile(segments, (ROWS, 1)))
+    expected, expected_grads = _step(config)(*args)
+    config = dataclasses.replace(
+        config, pipeline=config_lib.PipelineConfig(**cut)
+    )
+    mesh = mesh_lib.make_mesh(config_lib.MeshConfig(**sizes))
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules.LOGICAL_RULES):
+      loss, grads = _step(config)(*args)
+    testing.assert_close(loss, expected, "sharded fp32")
+    jax.tree_util.tree_map_with_path(
+        lambda path, a, b: testing.assert_close(
+            a, b, "sharded fp32", jax.tree_util.keystr(path)
+        ),
+        grads,
+        expected_grads,
+    )
+
+
+if __name__ == "__main__":
+  absltest.main()
