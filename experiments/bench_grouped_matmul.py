@@ -210,9 +210,7 @@ def _probes(lhs, rhs, sizes, d_out, out, d_lhs, d_rhs):
 def _check_all(function, lhs, rhs, sizes, d_out):
   """Compares every row and group, each projected on one random vector."""
   with jax.default_matmul_precision("float32"):
-    pairs = _probes(
-        lhs, rhs, sizes, d_out, *function(lhs, rhs, sizes, d_out)
-    )
+    pairs = _probes(lhs, rhs, sizes, d_out, *function(lhs, rhs, sizes, d_out))
   for name, (actual, expected) in pairs.items():
     error = _error(actual, expected)
     worst = np.abs(np.asarray(actual) - np.asarray(expected))

@@ -32,8 +32,8 @@ def attn_res(
     pseudo_query: [D] a parameter, the same for every token.
     key_scale: [D] the key norm's gain.
     eps: added to the mean square under the root.
-    implementation: "reference", "mosaic_gpu" (bf16 or fp32, S <= 32,
-      D <= 8192), a sequence of names tried in order, or None for the best on
+    implementation: "mosaic_gpu" (Hopper, bf16 or fp32, S <= 32, D <= 8192),
+      "reference", a sequence of names tried in order, or None for the best on
       this device.
 
   Returns:
@@ -50,9 +50,8 @@ def attn_res(
   _check_sources(sources, pseudo_query.shape)
   query = _query(pseudo_query, key_scale)
   candidates = {
-      "reference": lambda: reference.mix(eps, sources, query),
-      # After it, so by name only, until it has been timed on an H200.
       "mosaic_gpu": lambda: mosaic_gpu.mix(eps, sources, query),
+      "reference": lambda: reference.mix(eps, sources, query),
   }
   return dispatch.run("attn_res", candidates, implementation)
 

@@ -29,6 +29,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 from jaxtyping import Float
 
+from pallas_kernels import dispatch
+
 MAX_SOURCES = 32  # a lane of a warp each
 MAX_WIDTH = 8192  # registers: 64 columns a thread at most, in four arrays
 _WARPS, _LANES = 4, 32
@@ -52,8 +54,8 @@ def mix(
   cost of a copy.
 
   Raises:
-    NotImplementedError: a dtype, width or number of sources that the kernels
-      do not serve.
+    NotImplementedError: a dtype, width, number of sources, device or mesh that
+      the kernels do not serve.
   """
   first = sources[0]
   width = first.shape[-1]
@@ -65,6 +67,8 @@ def mix(
     raise NotImplementedError(f"width {width} is above {MAX_WIDTH}")
   if not first.size:
     raise NotImplementedError("no tokens")
+  if interpret is None:
+    dispatch.check_hopper()
   stacked = not isinstance(sources, tuple)
   padding = -width % _unit(width)
 

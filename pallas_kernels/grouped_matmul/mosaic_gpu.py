@@ -29,15 +29,15 @@ def grouped_matmul(
   """`api.grouped_matmul`, its checks done; lhs and rhs in bf16.
 
   Raises:
-    NotImplementedError: a dtype or device that the kernels do not serve, or
-      nothing to compute.
+    NotImplementedError: a dtype, device or mesh that the kernels do not serve,
+      or nothing to compute.
   """
   if lhs.dtype != jnp.bfloat16:
     raise NotImplementedError(f"lhs is {lhs.dtype}, not bfloat16")
   if not lhs.size or not rhs.size:
     raise NotImplementedError(f"no elements: {lhs.shape}, {rhs.shape}")
-  if plan.interpret is None and dispatch.device_platform() != "gpu":
-    raise NotImplementedError(f"the device is {dispatch.device_platform()}")
+  if plan.interpret is None:
+    dispatch.check_hopper()
   num_rows, columns = lhs.shape[0], rhs.shape[2]
   # Whole tiles of 8 x 64, and no array smaller than what is fetched at once.
   padded_rows = max(_up(num_rows, 8), plan.heights[-1], schedule.CHUNK)

@@ -10,6 +10,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 from jaxlib.mlir.dialects import llvm
 
+
 def tiled(columns: int) -> tuple:
   """Transforms of bf16 tiles whose swizzled rows hold so many columns."""
   return (

@@ -8,7 +8,7 @@ so that the ragged dimension is wgmma's N, which comes in steps of 8 rather
 than 64, and the matrix is its M. A block makes 2 x 128 columns of a tile, one
 warpgroup each; a third warpgroup fetches. Two blocks of a cluster make
 neighbouring columns of the same rows, and each fetches half of the rows for
-both. A block lives through the launch and takes every n-th tile.
+both. A block lives through the launch and takes an item of each round.
 """
 
 import functools
@@ -174,7 +174,6 @@ def rows_times_matrices(
         return done + length, *following
 
       def write(out, start, begin, end, column):
-        interpret = plan.interpret is not None
         height = out.shape[1]
         for i, first in enumerate(range(0, height, _PIECE)):
           piece = min(_PIECE, height - first)
@@ -185,25 +184,34 @@ def rows_times_matrices(
           lanes.stage_tile(
               stage,
               out[:, first : first + piece],
-              interpret=interpret,
+              interpret=plan.interpret is not None,
               transpose=True,
           )
           plgpu.commit_smem()
-          row = start + first
-          whole = (row >= begin) & (row + piece <= end)
-
-          @pl.when(whole)
-          def _():
-            there = out_gm.at[pl.ds(row, piece), pl.ds(column, size)]
-            plgpu.copy_smem_to_gmem(stage, there, commit_group=False)
-
-          @pl.when(~whole)
-          def _():
-            lanes.write_rows(
-                stage, out_gm, row, begin, end, column, interpret=interpret
-            )
-
+          write_piece(stage, start + first, begin, end, column)
           plgpu.commit_smem_to_gmem_group()
+
+      def write_piece(stage, row, begin, end, column):
+        """By the copy engine, unless some rows are a neighbour's."""
+        rows = pl.ds(row, stage.shape[0])
+        whole = (row >= begin) & (row + stage.shape[0] <= end)
+
+        @pl.when(whole)
+        def _():
+          there = out_gm.at[rows, pl.ds(column, size)]
+          plgpu.copy_smem_to_gmem(stage, there, commit_group=False)
+
+        @pl.when(~whole)
+        def _():
+          lanes.write_rows(
+              stage,
+              out_gm,
+              row,
+              begin,
+              end,
+              column,
+              interpret=plan.interpret is not None,
+          )
 
       lax.fori_loop(0, rounds, compute_item, (0, *fields(0)))
       plgpu.wait_smem_to_gmem(0)

@@ -97,9 +97,7 @@ def row_tiles(
   return jnp.concatenate([header, fields])
 
 
-def row_items(
-    tiles: jax.Array, column_tiles: int, panel: int
-) -> jax.Array:
+def row_items(tiles: jax.Array, column_tiles: int, panel: int) -> jax.Array:
   """Tiles times columns, in the order of execution.
 
   Args:

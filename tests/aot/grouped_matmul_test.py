@@ -1,0 +1,67 @@
+"""The Hopper grouped matrix product as ptxas sees it."""
+
+from absl.testing import absltest
+import jax
+from jax import numpy as jnp
+
+from pallas_kernels import aot
+from pallas_kernels import grouped_matmul
+from pallas_kernels.grouped_matmul import mosaic_gpu
+
+_ROWS, _GROUPS, _IN, _OUT = 4096, 16, 512, 1024
+_KERNELS = ("grouped_matmul", "grouped_matmul_d_lhs", "grouped_matmul_d_rhs")
+
+
+def _with_gradients(product):
+  def run(lhs, rhs, group_sizes, d_out):
+    out, pull = jax.vjp(lambda a, b: product(a, b, group_sizes), lhs, rhs)
+    return out, pull(d_out)
+
+  return run
+
+
+def _arguments(dtype=jnp.bfloat16):
+  struct = jax.ShapeDtypeStruct
+  return (
+      struct((_ROWS, _IN), dtype),
+      struct((_GROUPS, _IN, _OUT), dtype),
+      struct((_GROUPS,), jnp.int32),
+      struct((_ROWS, _OUT), dtype),
+  )
+
+
+class GroupedMatmulResourcesTest(absltest.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    if reason := aot.unavailable("h200"):
+      self.skipTest(reason)
+
+  def test_kernels_fit_and_keep_their_accumulators_in_registers(self):
+    # Two of the plan's heights, the highest among them: each compiles apart.
+    plan = mosaic_gpu.Plan(heights=(32, mosaic_gpu.Plan().heights[-1]))
+    product = lambda *x: mosaic_gpu.grouped_matmul(*x, plan=plan)
+    compiled, kernels = aot.kernel_resources(
+        _with_gradients(product), *_arguments()
+    )
+    self.assertLen(kernels, len(_KERNELS))
+    for kernel in kernels:
+      # A few words around the loops are no accumulator of 64 KB.
+      self.assertLessEqual(kernel.spill_bytes, 32, kernel.name)
+      self.assertFalse(kernel.serialized, kernel.name)
+    # Tables of tiles; no copy of a matrix or of the rows.
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    self.assertLess(temporary, 1 << 20)
+
+  def test_none_chooses_the_kernels_for_bf16_alone(self):
+    run = _with_gradients(grouped_matmul.grouped_matmul)
+    for dtype, chosen in ((jnp.bfloat16, True), (jnp.float32, False)):
+      with aot.abstract_device("h200"):
+        traced = jax.jit(run).trace(*_arguments(dtype))
+      for name in _KERNELS:
+        found = f"name={name}\n" in str(traced.jaxpr)
+        self.assertEqual(found, chosen, f"{name} in {dtype}")
+
+
+if __name__ == "__main__":
+  absltest.main()
