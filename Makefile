@@ -19,8 +19,10 @@ demo: $(VENV)/run
 	  --prompt="Which digit?" --temperature=0
 
 test: $(VENV)/test
-	$(PYTHON) -m pytest -q -n 2 tests --ignore=tests/multidevice
+	$(PYTHON) -m pytest -q -n 2 -m "not exact" tests --ignore=tests/multidevice
 	$(PYTHON) -m pytest -q -n 2 tests/multidevice
+	XLA_FLAGS= $(PYTHON) -m pytest -q -n 2 -m exact tests \
+	  --ignore=tests/multidevice
 
 lint: $(VENV)/lint
 	$(VENV)/bin/ruff check .

@@ -1,11 +1,8 @@
 """Runs so small that a step compiles in seconds, on the embedded data."""
 
-from collections.abc import Callable
 import dataclasses
 import itertools
 from typing import Any
-
-import jax
 
 from sparsemm_jax import config as config_lib
 from sparsemm_jax.data import pipeline
@@ -75,9 +72,3 @@ def text_config(
 def batches(run: config_lib.RunConfig, count: int) -> list[pipeline.Batch]:
   """The first batches of the run."""
   return list(itertools.islice(pipeline.make_train_iterator(run, 0), count))
-
-
-def jit(function: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
-  """`jax.jit` that compiles twice as fast, to slower code."""
-  options = {"xla_backend_optimization_level": 0}
-  return jax.jit(function, compiler_options=options, **kwargs)

@@ -49,11 +49,11 @@ class LayerTest(parameterized.TestCase):
       return jnp.sum(y * weights), y
 
     step = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-    (_, expected), expected_grads = tiny_run.jit(step)(params, x)
+    (_, expected), expected_grads = jax.jit(step)(params, x)
     mesh = mesh_lib.make_mesh(config_lib.MeshConfig(**sizes))
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules.LOGICAL_RULES):
-      (_, actual), grads = tiny_run.jit(step)(params, x)
-      program = tiny_run.jit(step).lower(params, x).compile().as_text()
+      (_, actual), grads = jax.jit(step)(params, x)
+      program = jax.jit(step).lower(params, x).compile().as_text()
     testing.assert_close(actual, expected, "sharded fp32")
     jax.tree_util.tree_map_with_path(
         lambda path, a, b: testing.assert_close(

@@ -13,7 +13,6 @@ from pallas_kernels.kda import context
 from sparsemm_jax import config as config_lib
 from sparsemm_jax.parallel import mesh as mesh_lib
 from tests import testing
-from tests import tiny_run
 
 SHARDS = 8
 TOKENS = 10  # of one shard
@@ -103,7 +102,7 @@ def _with_gradients(run):
     outputs, vjp = jax.vjp(lambda x: run(x, ids), inputs)
     return outputs, vjp(cotangents)[0]
 
-  return tiny_run.jit(pull)
+  return jax.jit(pull)
 
 
 class ContextTest(parameterized.TestCase):
@@ -146,7 +145,7 @@ class ContextTest(parameterized.TestCase):
   def test_given_gates_take_one_all_gather(self):
     inputs = _inputs("chunk_kda")
     ids = SEGMENTS["documents_across_boundaries"]
-    run = tiny_run.jit(_eight_devices("chunk_kda"))
+    run = jax.jit(_eight_devices("chunk_kda"))
     program = run.lower(inputs, ids).compile()
     collectives = re.findall(
         r" (all-[a-z]+|reduce-scatter|collective-[a-z]+)(?:-start)?\(",
@@ -154,7 +153,7 @@ class ContextTest(parameterized.TestCase):
     )
     self.assertEqual(collectives, ["all-gather"])
     outputs = program(inputs, ids)
-    expected = tiny_run.jit(_one_device("chunk_kda", "reference"))(inputs, ids)
+    expected = jax.jit(_one_device("chunk_kda", "reference"))(inputs, ids)
     for actual, value in zip(outputs, expected, strict=True):
       testing.assert_close(actual, value, "sharded fp32")
 

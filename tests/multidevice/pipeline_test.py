@@ -13,7 +13,6 @@ from sparsemm_jax import config as config_lib
 from sparsemm_jax.parallel import mesh as mesh_lib
 from sparsemm_jax.parallel import pipeline
 from tests import testing
-from tests import tiny_run
 
 WIDTH = 6
 
@@ -113,7 +112,7 @@ def _loss(run):
     h, sums = run(trained, examples)
     return sums["loss"] + jnp.sum(h * jnp.cos(h)), (h, sums)
 
-  return tiny_run.jit(jax.value_and_grad(loss, has_aux=True))
+  return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
 class PipelineTest(parameterized.TestCase):
@@ -169,7 +168,7 @@ class BytesTest(parameterized.TestCase):
         out_specs=jax.P("stage"),
         check_vma=False,
     )
-    step = tiny_run.jit(jax.grad(lambda params, x: jnp.sum(run(params, x))))
+    step = jax.jit(jax.grad(lambda params, x: jnp.sum(run(params, x))))
     x = np.ones((micro_batches, *shape), np.float32)
     text = step.lower(np.float32(1.0), x).compile().as_text()
     row = 4 * micro_batches * np.prod(shape)

@@ -13,6 +13,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 import numpy as np
 import optax
+import pytest
 
 from sparsemm_jax import config as config_lib
 from sparsemm_jax.training import checkpoint
@@ -88,6 +89,7 @@ class LoopTest(absltest.TestCase):
   def _metrics(self, name):
     return metrics.read(self.folder / name)
 
+  @pytest.mark.exact
   def test_a_run_resumed_after_sigterm_is_the_uninterrupted_one(self):
     first, rest = [], []
     with self.assertRaisesRegex(loop.Stopped, f"saved step {STOP_AT}"):

@@ -26,7 +26,10 @@ def _stats(seed=0):
     draw = lambda *shape: rng.integers(0, 9, (*lead, SHARDS, *shape), np.int32)
     return {
         "moe": {
-            "router": {"counts": draw(EXPERTS), "histogram": draw(EXPERTS, BINS)},
+            "router": {
+                "counts": draw(EXPERTS),
+                "histogram": draw(EXPERTS, BINS),
+            },
             "dropped": draw(),
         }
     }
@@ -79,7 +82,9 @@ class TotalTest(absltest.TestCase):
       )
     testing.assert_same(actual["dropped"], scanned["dropped"].sum(axis=1))
     dropped = router.metrics({"decoder": total})["router/dropped"]
-    expected = scanned["dropped"].sum() + stats["layer_0"]["moe"]["dropped"].sum()
+    expected = (
+        scanned["dropped"].sum() + stats["layer_0"]["moe"]["dropped"].sum()
+    )
     self.assertEqual(int(dropped), expected)
     self.assertGreater(expected, 0)
 
@@ -105,7 +110,9 @@ class UpdateTest(parameterized.TestCase):
       )
       for name, value in _leaves(expected["layer_9"]).items():
         testing.assert_same(_leaves(one(new))[name], value, name)
-    moved = {n for n, v in _leaves(new).items() if (v != _leaves(state)[n]).any()}
+    moved = {
+        n for n, v in _leaves(new).items() if (v != _leaves(state)[n]).any()
+    }
     names = {n.split("'")[-2] for n in moved}
     pooled = balancing == "quantile_pooled"
     self.assertEqual(names, {"bias", "pool"} if pooled else {"bias"})
@@ -117,9 +124,7 @@ class UpdateTest(parameterized.TestCase):
     state, sums = _state(), router.total(_stats())
     free = router.update(state, sums, _config(balancing), step=7)
     config = _config(balancing, freeze_step=7)
-    update = jax.jit(
-        lambda step: router.update(state, sums, config, step=step)
-    )
+    update = jax.jit(lambda step: router.update(state, sums, config, step=step))
     for step, expected in ((6, free), (7, state), (8, state)):
       actual = _leaves(update(jnp.int32(step)))
       for name, value in _leaves(expected).items():

@@ -5,6 +5,7 @@ from absl.testing import parameterized
 import jax
 from jax import numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels import kda
 from tests import testing
@@ -115,6 +116,7 @@ class ChunkedIsTheRecurrenceTest(parameterized.TestCase):
     testing.assert_close(state, whole_state, "fp32")
 
 
+@pytest.mark.exact
 class CausalTest(parameterized.TestCase):
 
   @parameterized.parameters(jnp.float32, jnp.bfloat16)
