@@ -10,6 +10,7 @@ from sparsemm_jax import config as config_lib
 from sparsemm_jax.layers import attn_res
 from sparsemm_jax.layers import layout as layout_lib
 from sparsemm_jax.layers import norms
+from sparsemm_jax.layers import stats
 from sparsemm_jax.models import block
 from sparsemm_jax.models import pipelined
 
@@ -39,12 +40,21 @@ class Decoder(nn.Module):
     config = self.config
     in_stages = pipelined.stages() > 1 and cache is None
     if in_stages and not self.is_initializing():
-      variables = nn.unbox(self.variables)
-      x, new_cache = pipelined.run_blocks(config, variables, x, layout), None
+      x, new_cache = self._run_stages(x, layout), None
     else:
       x, new_cache = self._run_blocks(x, layout, cache)
     x = norms.RMSNorm(config, config.d_model, "embed", name="final_norm")(x)
     return x, new_cache
+
+  def _run_stages(self, x, layout):
+    """As _run_blocks, the blocks spread over the mesh."""
+    wanted = [c for c in pipelined.STATS if stats.wanted(self, c)]
+    variables = nn.unbox(self.variables)
+    x, seen = pipelined.run_blocks(self.config, variables, x, layout, wanted)
+    for collection, tree in seen.items():
+      for name, value in tree.items():
+        self.put_variable(collection, name, value)
+    return x
 
   def _run_blocks(self, x, layout, cache):
     """Runs everything before the final norm, on every device."""
