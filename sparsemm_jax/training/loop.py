@@ -119,6 +119,7 @@ class _Run:
     self._manager, self._writer = manager, writer
     self._progress, self._stop = progress, stop
     self._throughput = metrics_lib.Throughput()
+    self._compiling_step = 0  # its time is not that of a step
     self._update = jax.jit(step_lib.make_update_step(config), donate_argnums=0)
     self._evaluate = jax.jit(step_lib.make_eval_step(config))
 
@@ -159,7 +160,8 @@ class _Run:
       pending = {**metrics, "train/stage": index}
       if number == step + 1:
         jax.block_until_ready(state)
-        self._throughput.restart()  # after compiling
+        self._compiling_step = number
+        self._throughput.restart()
       self._progress.advance(number)
       last = number == train.num_steps
       if self._stop.requested or last:
@@ -178,7 +180,8 @@ class _Run:
 
   def _report(self, number, metrics):
     """Writes a step's metrics if due, and stops a run gone wrong."""
-    self._throughput.add(int(metrics["train/tokens"]))
+    if number != self._compiling_step:
+      self._throughput.add(int(metrics["train/tokens"]))
     in_a_row = int(metrics["train/skipped_in_a_row"])
     if in_a_row:
       self._progress.message(
@@ -186,7 +189,8 @@ class _Run:
       )
     if number % self._config.train.log_every == 0 or in_a_row:
       values = jax.device_get(metrics)
-      values["throughput/tokens_per_second"] = self._throughput.read()
+      if number != self._compiling_step:
+        values["throughput/tokens_per_second"] = self._throughput.read()
       memory = jax.local_devices()[0].memory_stats()  # None on CPU
       if memory:
         peak = memory["peak_bytes_in_use"] / 2**30
@@ -239,10 +243,13 @@ def _short(values: Mapping[str, Any]) -> dict[str, float]:
       "text": values["train/loss_text"],
       "caption": values["train/loss_image_text"],
       "grad": values["train/grad_norm"],
-      "tok/s": values["throughput/tokens_per_second"],
   }
-  if "throughput/peak_memory_gib" in values:
-    short["peak GiB"] = values["throughput/peak_memory_gib"]
+  for name, label in (
+      ("throughput/tokens_per_second", "tok/s"),
+      ("throughput/peak_memory_gib", "peak GiB"),
+  ):
+    if name in values:
+      short[label] = values[name]
   if "router/max_violation" in values:
     short["max violation"] = values["router/max_violation"].max()
   return short

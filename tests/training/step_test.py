@@ -102,9 +102,7 @@ class StepTest(parameterized.TestCase):
 
   @pytest.mark.exact
   def test_micro_batches_give_the_same_gradients_and_the_same_bias(self):
-    in_four = jax.jit(
-        step_lib.make_gradient_step(self.config, micro_batches=4)
-    )
+    in_four = jax.jit(step_lib.make_gradient_step(self.config, micro_batches=4))
     for index, batch in enumerate(self.batches):
       with self.subTest(batch=index):
         whole = self.gradient_step(self.state, batch)
@@ -231,9 +229,7 @@ def _text_update(balancing, sums=None):
   state = _text_state()
   return _bias(
       state.replace(
-          router_state=router.update(
-              state.router_state, stats, config, step=0
-          )
+          router_state=router.update(state.router_state, stats, config, step=0)
       )
   )
 
