@@ -1,5 +1,7 @@
 """Decode: one or a few tokens against a state that is kept between calls."""
 
+import importlib
+
 from jax import numpy as jnp
 from jaxtyping import Array
 from jaxtyping import Float
@@ -33,8 +35,8 @@ def recurrent_kda(
     beta: [B, T, HV] write strength.
     scale: factor on the output, K**-0.5 by default.
     initial_state: [B, HV, K, V] fp32; zero by default.
-    implementation: "reference", "mosaic_gpu", a sequence of names tried in
-      order, or None (the best for the device).
+    implementation: "reference", "mosaic_gpu", "mosaic_tpu", a sequence of
+      names tried in order, or None (the best for the device).
 
   Returns:
     out: [B, T, HV, V] in v's dtype.
@@ -48,17 +50,17 @@ def recurrent_kda(
   state = checks.initial_state_or_zero(q, v, initial_state)
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   args = (q, k, v, g, beta, state)
+
+  def kernel(name):  # Loads Pallas if used.
+    module = importlib.import_module(f"pallas_kernels.kda.{name}_decode")
+    return module.recurrent_kda(*args, scale=scale)
+
   candidates = {
-      "mosaic_gpu": lambda: _mosaic_gpu().recurrent_kda(*args, scale=scale),
+      "mosaic_gpu": lambda: kernel("mosaic_gpu"),
+      "mosaic_tpu": lambda: kernel("mosaic_tpu"),
       "reference": lambda: _reference(*args, scale=scale),
   }
   return dispatch.run("recurrent_kda", candidates, implementation)
-
-
-def _mosaic_gpu():
-  from pallas_kernels.kda import mosaic_gpu_decode  # Loads Pallas if used.
-
-  return mosaic_gpu_decode
 
 
 def _reference(q, k, v, g, beta, state, *, scale):

@@ -111,12 +111,17 @@ def chunk_kda(
 
 
 def _check_served(q, k, v, z, interpret):
-  if interpret is None and dispatch.device_platform() != "tpu":
-    raise NotImplementedError("the kernels need a TPU")
+  check_device_and_dtypes(q, k, v, z, interpret)
   if max(q.shape[-1], v.shape[-1]) > LANES:
     raise NotImplementedError(
         f"widths K {q.shape[-1]}, V {v.shape[-1]} are above {LANES}"
     )
+
+
+def check_device_and_dtypes(q, k, v, z, interpret):
+  """Raises NotImplementedError where no kernel of this folder serves."""
+  if interpret is None and dispatch.device_platform() != "tpu":
+    raise NotImplementedError("the kernels need a TPU")
   for name, x in (("q", q), ("k", k), ("v", v), ("the gate", z)):
     if x.dtype not in (jnp.bfloat16, jnp.float32):
       raise NotImplementedError(f"{name} is {x.dtype}, not bfloat16 or float32")
@@ -127,7 +132,7 @@ def _check_served(q, k, v, z, interpret):
 def _run(q, k, v, z, beta, slope, bias, initial_state, segment_ids, **static):
   batch, tokens, heads, width = q.shape
   value_heads, values = v.shape[2:]
-  per_program, queries = _heads_per_program(heads, value_heads)
+  per_program, queries = heads_per_program(heads, value_heads)
   padded = -(-tokens // PAIR) * PAIR
   masked = segment_ids is not None or padded != tokens
   plan = kernels.Plan(
@@ -163,7 +168,7 @@ def _run(q, k, v, z, beta, slope, bias, initial_state, segment_ids, **static):
   return out, final.swapaxes(2, 3)[:, :, :width, :values]
 
 
-def _heads_per_program(heads, value_heads):
+def heads_per_program(heads, value_heads):
   """Value heads and query heads of a program: most that divide evenly."""
   shared = value_heads // heads
   for n in range(min(_MOST_HEADS, value_heads), 0, -1):

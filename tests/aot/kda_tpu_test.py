@@ -10,7 +10,7 @@ import jax
 from jax import numpy as jnp
 
 from pallas_kernels import aot
-from pallas_kernels.kda import api
+from pallas_kernels import kda
 from pallas_kernels.kda import arg_specs
 
 _MIB = 2**20
@@ -20,7 +20,7 @@ def _forward_and_backward(x, state, segment_ids):
   """The best implementation for the device, whatever it is."""
 
   def run(x, state):
-    return api.fused_kda(**x, initial_state=state, segment_ids=segment_ids)
+    return kda.fused_kda(**x, initial_state=state, segment_ids=segment_ids)
 
   (out, final), vjp = jax.vjp(run, x, state)
   return out, vjp((out, final))
@@ -69,6 +69,32 @@ class KdaTpuTest(parameterized.TestCase):
     # 128 MiB of states, and every argument and gradient once more: heads
     # stand beside each other for the kernels, below each other for callers.
     self.assertLess(temporary, 700 * _MIB)
+
+  @parameterized.parameters("v5e", "v5p", "v6e", "tpu7x")
+  def test_a_decode_step_updates_a_donated_state_in_place(self, target):
+    struct = jax.ShapeDtypeStruct
+    batch, heads, width = 64, 32, 128
+    token = struct((batch, 1, heads, width), jnp.bfloat16)
+    state = struct((batch, heads, width, width), jnp.float32)
+
+    def step(state, q, k, v, g, beta):
+      return kda.recurrent_kda(q, k, v, g, beta, initial_state=state)
+
+    compiled = aot.compile_for(
+        jax.jit(step, donate_argnums=0),
+        state,
+        token,
+        token,
+        token,
+        struct(token.shape, jnp.float32),
+        struct(token.shape[:3], jnp.bfloat16),
+        target=target,
+    )
+    self.assertIn("kda_recurrent", compiled.as_text())
+    memory = compiled.memory_analysis()
+    state_bytes = 4 * state.size
+    self.assertEqual(memory.alias_size_in_bytes, state_bytes)
+    self.assertLess(memory.temp_size_in_bytes, state_bytes // 8)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ class MosaicTpuTest(parameterized.TestCase):
       self, heads, value_heads, per_program, queries
   ):
     self.assertEqual(
-        mosaic_tpu._heads_per_program(heads, value_heads),
+        mosaic_tpu.heads_per_program(heads, value_heads),
         (per_program, queries),
     )
 
