@@ -281,7 +281,9 @@ def sequence_price(
     reached = cumulative >= quantile * cumulative[..., -1:]
     price = (jnp.argmax(reached, axis=-1) + 0.5) / num_bins
     # Of the last token that is not padding; if all is padding, as it was.
-    place = jnp.max(jnp.where(counted, jnp.arange(chunk_size)[None], -1), axis=1)
+    place = jnp.max(
+        jnp.where(counted, jnp.arange(chunk_size)[None], -1), axis=1
+    )
     some = place >= 0
     latest = lambda x: jnp.take_along_axis(
         x, jnp.maximum(place, 0).reshape(-1, *[1] * (x.ndim - 1)), axis=1

@@ -34,6 +34,7 @@ from sparsemm_jax.parallel import ragged
 from sparsemm_jax.parallel import rows as rows_lib
 from sparsemm_jax.parallel import rules
 
+_WHOLE = P()
 Weights = dict[str, Array]
 Compute = Callable[[Weights, Array, Array], Array]
 
@@ -42,7 +43,7 @@ def map_tokens(
     function: Callable[..., tuple[Any, Any]],
     tokens: Any,
     others: Any = (),
-    other_specs: Any = P(),
+    other_specs: Any = _WHOLE,
     *,
     check_vma: bool = True,
 ) -> tuple[Any, Any]:

@@ -124,7 +124,9 @@ def _run(config, mesh_name=None, **changes):
   compiled, place = _compiled(config, mesh_name)
   x, segments, bias = _inputs(config)
   given = {"x": x, "segments": segments, "bias": bias, **changes}
-  return jax.device_get(compiled(*place(_variables(config)[0], *given.values())))
+  return jax.device_get(
+      compiled(*place(_variables(config)[0], *given.values()))
+  )
 
 
 def _collectives(text):
@@ -134,7 +136,9 @@ def _collectives(text):
       r"= (\S.*?) (all-gather|all-reduce|reduce-scatter|all-to-all)\(", text
   ):
     for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", arrays):
-      found.append((name, dtype, tuple(map(int, filter(None, shape.split(","))))))
+      found.append(
+          (name, dtype, tuple(map(int, filter(None, shape.split(",")))))
+      )
   return found
 
 
