@@ -74,20 +74,16 @@ def _ours(x):
   return api.fused_kda(**x, implementation=_IMPLEMENTATION.value)[0]
 
 
-def check(runs, fla):
-  """Errors of output and gradients against float64, {name: {regime: ...}}."""
-  both = {name: inputs_lib.with_gradient(run) for name, run in runs.items()}
+def check(runs):
+  """Errors against float64 of {name: (x, cotangent, regime) -> results}."""
   errors = {name: {} for name in runs}
   for regime in inputs_lib.REGIMES:
     x = inputs_lib.make_inputs(inputs_lib.CHECK, regime)
     cotangent = inputs_lib.cotangent(x)
     expected = inputs_lib.exact(x, cotangent)
-    actual = {name: run(x, cotangent) for name, run in both.items()}
-    if fla:
-      actual["fla"] = fla.results(regime)
-    for name, result in actual.items():
-      row = inputs_lib.errors(result, expected)
-      errors.setdefault(name, {})[regime] = row
+    for name, run in runs.items():
+      row = inputs_lib.errors(run(x, cotangent, regime), expected)
+      errors[name][regime] = row
       print(
           f"{name:21} {regime:11}",
           " ".join(f"{k} {v:.1e}" for k, v in row.items()),
@@ -114,7 +110,7 @@ def timed(fn, *args):
 
 def _copy_rate():
   """Bytes read and written per millisecond by a device copy."""
-  x = jnp.ones((2**30,), jnp.bfloat16)
+  x = jnp.ones((2**29,), jnp.float32)
   milliseconds, _ = timed(jax.jit(lambda x: -x), x)
   return 2 * x.nbytes / milliseconds
 
@@ -164,7 +160,9 @@ def time_shape(name, runs, rate):
         if label == "ours":
           raise
     print(name, label, row, flush=True)
-  return {"rows": rows, "floors": _floors(spec, rate), "parts": _parts(x)}
+  parts = _parts(x)
+  print(name, "kernels", parts, flush=True)
+  return {"rows": rows, "floors": _floors(spec, rate), "parts": parts}
 
 
 def _parts(x):
@@ -232,6 +230,8 @@ def time_decode(batch, heads, width, rate):
         out, state = decode.recurrent_kda(
             *x, initial_state=state, implementation=name
         )
+        # Or XLA fuses its form's steps with each other, as no server could.
+        out, state = jax.lax.optimization_barrier((out, state))
       return state, out
 
     one = jax.jit(functools.partial(decode.recurrent_kda, implementation=name))
@@ -292,7 +292,7 @@ class _Fla:
     with open(self._job) as file:
       self.job = json.load(file)
 
-  def results(self, regime):
+  def results(self, unused_x, unused_cotangent, regime):
     """Output and gradients on a regime's inputs."""
     path = os.path.join(self._folder.name, f"results_{regime}.npz")
     with np.load(path) as arrays:
@@ -343,16 +343,36 @@ def print_table(results):
     print(f"decode {label:15} {ms}")
 
 
+def _write(results):
+  if _OUTPUT.value:
+    with open(_OUTPUT.value, "w") as file:
+      json.dump(results, file, indent=2)
+
+
+def _add_fla(results, fla):
+  """Adds what fla's process measured."""
+  if _CHECK.value:
+    results["errors"] |= check({"fla": fla.results})
+  if "decode ms" in fla.job:
+    results["decode"]["fla"] = {"ms": fla.job["decode ms"]}
+  for name, row in fla.job["times"].items():
+    if name in results["shapes"]:
+      results["shapes"][name]["rows"]["fla"] = row
+
+
 def main(argv):
   del argv
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
   decode_shape = [int(n) for n in _DECODE.value]
   runs = {"ours": _ours} | peers.jax_peers(_PEERS.value)
-  fla = _start_fla(_FLA_SHAPES.value, decode_shape)
   cases = hard.start() if _HARD.value else []
   results = {"device": jax.devices()[0].device_kind, "shapes": {}}
   if _CHECK.value:
-    errors = results["errors"] = check(runs, fla)
+    both = {name: inputs_lib.with_gradient(run) for name, run in runs.items()}
+    errors = results["errors"] = check({
+        name: lambda x, cotangent, _, run=run: run(x, cotangent)
+        for name, run in both.items()
+    })
     for regime, row in errors["ours"].items():
       if not row["output"] <= _OUTPUT_LIMIT[regime]:
         raise SystemExit(f"not timed: output error {row['output']} ({regime})")
@@ -361,21 +381,16 @@ def main(argv):
     print(f"hard: {name}: {'holds' if good else 'FAILS'} ({numbers})")
   rate = _copy_rate()
   results["copy TB/s"] = rate / 1e9
-  print(f"{results['device']}: copy {rate / 1e9:.2f} TB/s")
+  print(f"{results['device']}: copy {rate / 1e9:.2f} TB/s", flush=True)
   if decode_shape:
     results["decode"] = time_decode(*decode_shape, rate)
   for name in _SHAPES.value:
     results["shapes"][name] = time_shape(name, runs, rate)
-  if fla:
-    if "decode ms" in fla.job:
-      results["decode"]["fla"] = {"ms": fla.job["decode ms"]}
-    for name, row in fla.job["times"].items():
-      if name in results["shapes"]:
-        results["shapes"][name]["rows"]["fla"] = row
+    _write(results)
+  if fla := _start_fla(_FLA_SHAPES.value, decode_shape):
+    _add_fla(results, fla)
   print_table(results)
-  if _OUTPUT.value:
-    with open(_OUTPUT.value, "w") as file:
-      json.dump(results, file, indent=2)
+  _write(results)
 
 
 if __name__ == "__main__":

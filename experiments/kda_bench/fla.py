@@ -19,14 +19,15 @@ _DTYPES = {"a_log": torch.float32, "dt_bias": torch.float32}
 def main(path):
   with open(path) as file:
     job = json.load(file)
-  for inputs in job["inputs"].values():
-    _write_results(inputs)
-  job["times"] = {
-      name: _time_shape(shape, job["repeats"])
-      for name, shape in job["shapes"].items()
-  }
+  job["times"] = {}
   if job["decode"]:
     job["decode ms"] = _time_decode(*job["decode"], job["repeats"])
+    print("fla: decode ms", job["decode ms"], flush=True)
+  for name, shape in job["shapes"].items():
+    job["times"][name] = _time_shape(shape, job["repeats"])
+    print(f"fla: {name}", job["times"][name], flush=True)
+  for inputs in job["inputs"].values():
+    _write_results(inputs)
   with open(path, "w") as file:
     json.dump(job, file)
 
@@ -101,6 +102,7 @@ def _time_shape(shape, repeats):
     torch.cuda.synchronize()
     temporary = torch.cuda.max_memory_allocated() - base
     times[kind] = _timed(call, 5, repeats)
+    print(f"fla: {kind}", times[kind], flush=True)
     times[f"{kind} temp GiB"] = temporary / 2**30  # the results included
   return times
 

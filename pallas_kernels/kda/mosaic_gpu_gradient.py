@@ -38,6 +38,9 @@ from pallas_kernels.kda.mosaic_gpu_prep import Plan
 
 _LN2 = 1.0 / LOG2_E
 _PAD = 8  # fp32 words after a row: wgmma rows then start in other banks
+# What the corner's operands are multiplied by, and its scores divided: a row
+# moved to the other half's R would be too small for bf16 under strong decay.
+_CORNER_SHIFT = 32
 # Rows of the small [64] vectors.
 _K_NORM, _Q_NORM, _BETA, _Q_DOT, _K_DOT, _PAST_DOT, _DBETA = range(7)
 _BIAS, _GAM, _DLAST = range(3)
@@ -308,7 +311,7 @@ def _body(
 def _decayed_tiles(plan, lanes, sums, s):
   """Writes k+, q+ in place, k-, what the other half sees, and the powers."""
   at = prep_lib.references(lanes, s)
-  to_edge = jnp.exp2(at.to_edge).astype(jnp.bfloat16)
+  to_edge = jnp.exp2(at.to_edge + _CORNER_SHIFT).astype(jnp.bfloat16)
   from_edge = jnp.exp2(at.from_edge).astype(jnp.bfloat16)
   gam = jnp.exp2(at.whole)
   if plan.masked:
@@ -400,13 +403,14 @@ def _stage(s, side):
 def _two_parts(plan, x, later, diagonal, s):
   """`lanes_lib.score_parts` with the rows' segments."""
   flags = plgpu.load(s["flags"], layout=ROW) if plan.masked else None
-  return lanes_lib.score_parts(
+  inner, corner = lanes_lib.score_parts(
       x,
       later=later,
       diagonal=diagonal,
       flags=flags,
       interpret=plan.interpret is not None,
   )
+  return inner, corner * jnp.asarray(2.0**-_CORNER_SHIFT, jnp.bfloat16)
 
 
 def _by_half(plan, vectors, width):
