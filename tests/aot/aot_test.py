@@ -48,6 +48,8 @@ class ResourcesTest(absltest.TestCase):
         "ptxas info : Compiling entry function 'one' for 'sm_90a'\n"
         "  8 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads\n"
         "ptxas info : Used 255 registers, used 1 barriers\n"
+        "ptxas info : (C7519) Potential Performance Loss: something else in"
+        " function 'two'\n"
         "ptxas info : Compiling entry function 'two' for 'sm_90a'\n"
         "  0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
         "ptxas info : Used 40 registers, used 1 barriers\n"
