@@ -37,20 +37,33 @@ def device_platform() -> str:
 
 
 def check_hopper() -> None:
-  """Raises NotImplementedError unless one kernel on a Hopper GPU will do.
+  """Raises NotImplementedError unless one kernel on a Hopper GPU will do."""
+  _check_undivided()
+  if device_platform() == "gpu":
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    kind = (abstract or jax.devices("gpu")[0]).device_kind
+    if any(name in kind for name in ("H100", "H200", "H800", "H20")):
+      return
+  raise NotImplementedError("the device is no Hopper GPU")
 
-  Whoever partitions a program over a mesh cannot cut a kernel: it would run
-  whole on every device. Inside `jax.shard_map` each device has its own call.
+
+def check_tpu() -> None:
+  """Raises NotImplementedError unless one kernel on a TPU will do."""
+  _check_undivided()
+  if device_platform() != "tpu":
+    raise NotImplementedError("the device is no TPU")
+
+
+def _check_undivided():
+  """Whoever partitions a program over a mesh cannot cut a kernel.
+
+  It would run whole on every device. Inside `jax.shard_map` each device has a
+  call of its own.
   """
   mesh = jax.sharding.get_abstract_mesh()
   spread = [axis for axis in mesh.auto_axes if mesh.shape[axis] > 1]
   if spread:
     raise NotImplementedError(f"mesh axes {spread} want a shard_map around it")
-  if device_platform() == "gpu":
-    kind = (mesh.abstract_device or jax.devices("gpu")[0]).device_kind
-    if any(name in kind for name in ("H100", "H200", "H800", "H20")):
-      return
-  raise NotImplementedError("the device is no Hopper GPU")
 
 
 def run(

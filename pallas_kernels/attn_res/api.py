@@ -9,6 +9,7 @@ from jaxtyping import Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.attn_res import mosaic_gpu
+from pallas_kernels.attn_res import mosaic_tpu
 from pallas_kernels.attn_res import reference
 
 
@@ -32,9 +33,9 @@ def attn_res(
     pseudo_query: [D] a parameter, the same for every token.
     key_scale: [D] the key norm's gain.
     eps: added to the mean square under the root.
-    implementation: "mosaic_gpu" (Hopper, bf16 or fp32, S <= 32, D <= 8192),
-      "reference", a sequence of names tried in order, or None for the best on
-      this device.
+    implementation: "mosaic_gpu" (Hopper) or "mosaic_tpu" (both bf16 or fp32,
+      S <= 32, D <= 8192), "reference", a sequence of names tried in order, or
+      None for the best on this device.
 
   Returns:
     [..., D] in the sources' dtype; computed in fp32 and cast once.
@@ -51,6 +52,7 @@ def attn_res(
   query = _query(pseudo_query, key_scale)
   candidates = {
       "mosaic_gpu": lambda: mosaic_gpu.mix(eps, sources, query),
+      "mosaic_tpu": lambda: mosaic_tpu.mix(eps, sources, query),
       "reference": lambda: reference.mix(eps, sources, query),
   }
   return dispatch.run("attn_res", candidates, implementation)
