@@ -59,20 +59,17 @@ def _plan(stages, virtual, micro_batches, freezes=None):
   return schedule, stage, (params, x), examples
 
 
-def _mesh(stages, **sizes):
-  sizes = {"data": 1, **sizes, "stage": stages}
-  return mesh_lib.make_mesh(
-      config_lib.MeshConfig(**sizes),
-      jax.devices()[: np.prod([*sizes.values()])],
-  )
+def _mesh(stages):
+  config = config_lib.MeshConfig(data=1, stage=stages)
+  return mesh_lib.make_mesh(config, jax.devices()[:stages])
 
 
-def _pipelined(schedule, stage, mesh, **options):
+def _pipelined(schedule, stage, mesh):
   """((params, x), examples) -> (h, sums)."""
 
   def run(params, x, examples):
     params = {"w": params["w"][0], "query": params["query"]}
-    results = pipeline.pipeline(stage, params, x, examples, schedule, **options)
+    results = pipeline.pipeline(stage, params, x, examples, schedule)
     return jax.lax.psum(results, "stage")
 
   params = {"w": jax.P("stage"), "query": jax.P()}
@@ -81,7 +78,6 @@ def _pipelined(schedule, stage, mesh, **options):
       mesh=mesh,
       in_specs=(params, jax.P(), jax.P()),
       out_specs=jax.P(),
-      axis_names={"stage"},
       check_vma=False,
   )
   return lambda trained, examples: function(*trained, examples)
@@ -118,9 +114,7 @@ def _loss(run):
 class PipelineTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
-      ("four_stages", 4, 1, 4, None),
       ("four_by_two", 4, 2, 6, None),
-      ("eight_stages", 8, 1, 3, None),
       # Chunks of 2, 1, 3, 2 layers; blocks begin inside chunks and at borders.
       ("uneven", 2, 2, 3, (
           (True, False), (False,), (True, False, True), (False, True)

@@ -55,12 +55,6 @@ class PipelinedTest(parameterized.TestCase):
   @parameterized.named_parameters(
       ("eight_stages", DEEP, dict(stage=8, data=1), {}),
       (
-          "four_stages_twice",
-          DEEP,
-          dict(stage=4, data=2),
-          dict(virtual_stages=2, layers_per_chunk=(1, 1, 1, 1, 1, 1, 1, 2)),
-      ),
-      (
           "stages_rows_and_experts",
           MIXED,
           dict(stage=2, data=2, expert=2),
