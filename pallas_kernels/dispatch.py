@@ -37,8 +37,7 @@ def device_platform() -> str:
 
 
 def check_hopper() -> None:
-  """Raises NotImplementedError unless one kernel on a Hopper GPU will do."""
-  _check_undivided()
+  """Raises NotImplementedError unless the program will run on a Hopper GPU."""
   if device_platform() == "gpu":
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     kind = (abstract or jax.devices("gpu")[0]).device_kind
@@ -48,22 +47,9 @@ def check_hopper() -> None:
 
 
 def check_tpu() -> None:
-  """Raises NotImplementedError unless one kernel on a TPU will do."""
-  _check_undivided()
+  """Raises NotImplementedError unless the program will run on a TPU."""
   if device_platform() != "tpu":
     raise NotImplementedError("the device is no TPU")
-
-
-def _check_undivided():
-  """Whoever partitions a program over a mesh cannot cut a kernel.
-
-  It would run whole on every device. Inside `jax.shard_map` each device has a
-  call of its own.
-  """
-  mesh = jax.sharding.get_abstract_mesh()
-  spread = [axis for axis in mesh.auto_axes if mesh.shape[axis] > 1]
-  if spread:
-    raise NotImplementedError(f"mesh axes {spread} want a shard_map around it")
 
 
 def run(
@@ -85,7 +71,9 @@ def run(
 
   Raises:
     ValueError: a name that is no implementation of any operation.
-    NotImplementedError: nothing that was asked for can serve.
+    NotImplementedError: nothing that was asked for can serve. No kernel serves
+      where XLA partitions the program over a mesh: it cannot cut a kernel and
+      would run the whole of it on every device. In `jax.shard_map` it need not.
   """
   if implementation is None:
     platform = device_platform()
@@ -112,7 +100,16 @@ def run(
       refusals.append(f"{name}: {op} has no such implementation")
       continue
     try:
+      if name in _PLATFORM_OF:
+        _check_undivided()
       return candidates[name]()
     except NotImplementedError as error:
       refusals.append(f"{name}: {error}")
   raise NotImplementedError(f"{op}: " + "; ".join(refusals))
+
+
+def _check_undivided():
+  mesh = jax.sharding.get_abstract_mesh()
+  spread = [axis for axis in mesh.auto_axes if mesh.shape[axis] > 1]
+  if spread:
+    raise NotImplementedError(f"mesh axes {spread} want a shard_map around it")
