@@ -138,11 +138,16 @@ def _model(budget):
     shape = math.log(width / model.num_layers / WIDTH_PER_LAYER)
     error = math.log(active / budget.active)
     candidates.append((abs(shape) + 2 * abs(error), width, model))
-  if not candidates:
+  if budget.active < _least_active(budget):
     raise PlanError(
         f"active={budget.active:.4g} is too small: the output head over"
         f" vocab_size={budget.vocab_size} and two layers of the narrowest model"
         f" take {_least_active(budget):.4g}"
+    )
+  if not candidates:
+    raise PlanError(
+        f"active={budget.active:.4g} is out of range: models are planned from"
+        f" {_WIDTHS[0]} to {_WIDTHS[-1]} wide"
     )
   _, _, model = min(candidates, key=lambda item: item[:2])
   count = parameters.count_parameters(model)
@@ -176,6 +181,8 @@ def _of_width(budget, width):
   # router and the pattern of layers: a few are tried around the estimate.
   few, more = size("active", 5, 64), size("active", 9, 64)
   estimate = round(5 + 4 * (budget.active - few) / (more - few))
+  if not 1 / 4 < width / WIDTH_PER_LAYER / max(estimate, 1) < 4:
+    return None  # far too wide or too deep: no need to look closer
   models = []
   for layers in range(max(estimate - 1, 2), estimate + 2):
     one, two = size("total", layers, 1000), size("total", layers, 1001)

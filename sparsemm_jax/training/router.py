@@ -163,15 +163,23 @@ def metrics(router_stats: Any) -> dict[str, Array]:
     router_stats: the `total` of one whole step.
 
   Returns:
-    `router/max_violation` [layers] fp32 and `router/dropped` int32: visits of
-    all layers that no rank had a row for (see MoeConfig.row_budget).
+    `router/max_violation` [layers] fp32; `router/dropped` int32, visits of all
+    layers that no rank had a row for; and on a mesh with several expert ranks
+    `router/rank_violation` [layers] fp32, the fullest rank's rows over the
+    mean, less 1: what MoeConfig.row_budget has to leave room for.
   """
   counts = counts_by_layer(router_stats)
   if not counts.size:
     return {}
   sums = traverse_util.flatten_dict(router_stats)
   dropped = [v for path, v in sums.items() if path[-1] == "dropped"]
-  return {
-      "router/max_violation": jax.vmap(balancing.max_violation)(counts),
+  violation = jax.vmap(balancing.max_violation)
+  result = {
+      "router/max_violation": violation(counts),
       "router/dropped": sum(jnp.sum(value) for value in dropped),
   }
+  ranks = jax.sharding.get_abstract_mesh().shape.get("expert", 1)
+  if ranks > 1 and counts.shape[1] % ranks == 0:
+    by_rank = counts.reshape(counts.shape[0], ranks, -1).sum(axis=2)
+    result["router/rank_violation"] = violation(by_rank)
+  return result
