@@ -47,6 +47,25 @@ class AttnResResourcesTest(parameterized.TestCase):
       temporary = compiled.memory_analysis().temp_size_in_bytes
       self.assertLess(temporary, rows.size * rows.dtype.itemsize)
 
+  def test_none_chooses_the_kernels_also_in_rematerialised_scans(self):
+    rows = jax.ShapeDtypeStruct((_TOKENS, 256), jnp.bfloat16)
+    queries = jax.ShapeDtypeStruct((3, 256), jnp.float32)
+
+    @jax.checkpoint
+    def layer(prefix, query, bank):
+      mixed = attn_res.attn_res((bank, prefix), query, jnp.ones(256))
+      return prefix + mixed
+
+    def loss(queries, bank):
+      add = lambda x, query: (layer(x, query, bank), None)
+      return jnp.sum(jax.lax.scan(add, bank, queries)[0].astype(jnp.float32))
+
+    with aot.abstract_device("h200"):
+      traced = jax.jit(jax.grad(loss)).trace(queries, rows)
+    text = str(traced.jaxpr)
+    self.assertIn("name=attn_res_forward\n", text)
+    self.assertIn("name=attn_res_backward\n", text)
+
 
 if __name__ == "__main__":
   absltest.main()

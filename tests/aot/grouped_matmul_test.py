@@ -62,6 +62,24 @@ class GroupedMatmulResourcesTest(absltest.TestCase):
         found = f"name={name}\n" in str(traced.jaxpr)
         self.assertEqual(found, chosen, f"{name} in {dtype}")
 
+  def test_layers_may_be_scanned_and_rematerialised(self):
+    lhs, _, sizes, _ = _arguments()
+    stack = jax.ShapeDtypeStruct((3, _GROUPS, _IN, _IN), jnp.bfloat16)
+
+    @jax.checkpoint
+    def layer(x, rhs, sizes):
+      return grouped_matmul.grouped_matmul(x, rhs, sizes)
+
+    def loss(stack, x, sizes):
+      x, _ = jax.lax.scan(lambda x, r: (layer(x, r, sizes), None), x, stack)
+      return jnp.sum(x.astype(jnp.float32))
+
+    with aot.abstract_device("h200"):
+      traced = jax.jit(jax.grad(loss)).trace(stack, lhs, sizes)
+    text = str(traced.jaxpr)
+    for name in _KERNELS:
+      self.assertIn(f"name={name}\n", text)
+
 
 if __name__ == "__main__":
   absltest.main()
