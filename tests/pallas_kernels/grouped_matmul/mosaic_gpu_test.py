@@ -131,6 +131,35 @@ class ScheduleTest(absltest.TestCase):
       waste = schedule.UNIT + schedule.ALIGNMENT
       self.assertLess(computed, total + waste * len(sizes))
 
+  def test_every_tile_meets_every_column_once(self):
+    sizes = np.array([40, 0, 700, 3], np.int32)
+    tiles = schedule.row_tiles(sizes, 800, (32, 64))
+    for column_tiles, panel in ((1, 8), (3, 4), (5, 100)):
+      count, *items = np.asarray(schedule.row_items(tiles, column_tiles, panel))
+      self.assertEqual(count[0], int(tiles[0, 0]) * column_tiles)
+      met = {tuple(item) for item in items[: count[0]]}
+      expected = {
+          (*tile, column)
+          for tile in np.asarray(tiles)[1 : 1 + int(tiles[0, 0])].tolist()
+          for column in range(column_tiles)
+      }
+      self.assertEqual(met, expected)
+
+  def test_every_item_is_dealt_once_and_late_rounds_run_backwards(self):
+    for items in (0, 1, 6, 7, 12, 23):
+      dealt = []
+      for cluster in range(6):
+        rounds = int(schedule.rounds(jnp.int32(items), cluster, 6))
+        dealt += [int(schedule.dealt(n, cluster, 6)) for n in range(rounds)]
+      self.assertEqual(sorted(dealt), list(range(items)))
+    self.assertEqual(int(schedule.dealt(1, 5, 6)), 6)
+
+  def test_large_groups_come_first_and_keep_their_rows(self):
+    sizes = np.array([5, 0, 9, 5, 1], np.int32)
+    groups = np.asarray(schedule.largest_first(sizes, 20))
+    expected = [[2, 5, 14], [0, 0, 5], [3, 14, 19], [4, 19, 20], [1, 5, 5]]
+    np.testing.assert_array_equal(groups, expected)
+
 
 class RefusalTest(absltest.TestCase):
 
