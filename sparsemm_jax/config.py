@@ -143,10 +143,11 @@ class MoeConfig:
   # Between expert ranks, gather | all_to_all; None: gather if they are fewer
   # than num_experts_per_token.
   exchange: str | None = None
-  # Rows a rank computes at most, over the mean; None: whatever comes. At 896
-  # experts and 32,768 tokens 1.05 is enough once balanced, 1.6 at the start;
-  # the metrics router/rank_violation and router/dropped measure it.
-  row_budget: float | None = None
+  # Rows a rank computes at a time, over the mean; None: whatever may come. At
+  # 896 experts and 32,768 tokens 1.05 is enough once balanced, 1.6 at the
+  # start; the metric router/rank_violation measures what is needed.
+  row_budget: float | None = 1.25
+  drop_overflow: bool = False  # counted in router/dropped; else more passes
 
   def __post_init__(self):
     _require_positive(

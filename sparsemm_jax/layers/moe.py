@@ -107,7 +107,7 @@ class LatentMoE(nn.Module):
 
   p_j multiplies what expert j returns, in fp32; the sum runs over a token's
   experts in the router's order, so it is deterministic. Padding visits no
-  expert. Sows router_stats: dropped visits (see MoeConfig.row_budget).
+  expert. Sows router_stats: dropped visits (see MoeConfig.drop_overflow).
 
   Source: Kimi K3 report, section 2.3, arXiv:2607.24653.
   """

@@ -10,10 +10,12 @@ reach the experts in one of two forms:
               times a token, however many ranks there are.
 
 Either way a token's sum over its experts is complete, in fp32, before the norm
-that follows. Rows per rank are static: see MoeConfig.row_budget.
+that follows. A rank computes a static number of rows at a time, the budget;
+visits beyond it wait for a further pass, which only then takes place.
 """
 
 from collections.abc import Callable
+import functools
 import math
 from typing import Any
 from typing import NamedTuple
@@ -105,8 +107,8 @@ def run_experts(
     config: number of experts, exchange, row budget.
 
   Returns:
-    u [B, T, L] fp32; and the visits that found no row, counted at the shard
-    of their token: 0 unless config.row_budget was too small.
+    u [B, T, L] fp32; and the visits left out, counted at the shard of their
+    token: 0 unless config.drop_overflow is set.
   """
   mesh = _mesh()
   specs = {} if mesh is None else _weight_specs(mesh, weights, names)
@@ -124,14 +126,15 @@ def run_experts(
     }
     indices = jnp.where(valid[:, None], indices, config.num_experts)
     plan = _Plan(config, ranks, *indices.shape)
-    indices, dropped = _within_budget(indices, plan)
-    if ranks == 1:
-      exchange = _stay
-    elif plan.form == "gather":
-      exchange = _gather
-    else:
-      exchange = _all_to_all
-    u = exchange(compute, weights, z, indices, combine_weights, plan)
+    exchange = _EXCHANGES[plan.form]
+    serve = functools.partial(exchange, compute, plan)
+    kept, left = _within_budget(plan, indices)
+    u = serve(weights, z, combine_weights, kept)
+    dropped = jnp.zeros((), jnp.int32)
+    if plan.budget is not None and config.drop_overflow:
+      dropped = _visits(plan, left)
+    elif plan.budget is not None:
+      u += _further_passes(serve, plan, (weights, z, combine_weights), left)
     if "tensor" in spread:  # each rank had a part of the experts' hidden width
       u = jax.lax.psum(u, "tensor")
     return u.reshape(*batch, -1), dropped
@@ -151,6 +154,8 @@ class _Plan(NamedTuple):
 
   @property
   def form(self) -> str:
+    if self.ranks == 1:
+      return "stay"
     default = "gather" if self.ranks < self.per_token else "all_to_all"
     return self.config.exchange or default
 
@@ -165,7 +170,7 @@ class _Plan(NamedTuple):
 
   @property
   def budget(self) -> int | None:
-    """Rows that one rank computes at most; None: whatever comes."""
+    """Rows that one rank computes at a time; None: whatever comes."""
     if self.config.row_budget is None or self.ranks == 1:
       return None
     rows = math.ceil(self.config.row_budget * self.tokens * self.per_token)
@@ -177,49 +182,99 @@ class _Plan(NamedTuple):
     return self.budget or self.ranks * self.most_rows
 
 
-def _within_budget(indices, plan):
-  """Takes out the visits that no rank has a row for, and counts them.
+def _visits(plan, indices):
+  """How many visits these are; one to no expert is none."""
+  return jnp.sum(indices < plan.config.num_experts, dtype=jnp.int32)
+
+
+def _within_budget(plan, indices):
+  """Splits visits into those that the ranks have rows for, and the others.
 
   Every source may send each rank the same share of what it would; within its
   share a token's best experts go first.
   """
+  none = plan.config.num_experts
   if plan.budget is None:
-    return indices, jnp.zeros((), jnp.int32)
+    return indices, jnp.full_like(indices, none)
   owner = (indices // plan.local_experts).T.reshape(-1)  # best experts first
   to_rank = owner[:, None] == jnp.arange(plan.ranks)[None]
   place = jnp.cumsum(to_rank, axis=0, dtype=jnp.int32)  # from 1
   wanted = jax.lax.all_gather(place[-1], "expert")  # [source, owner]
   upto = jnp.cumsum(wanted, axis=0)
-  share = plan.budget / jnp.maximum(upto[-1:], plan.budget)
-  granted = jnp.minimum(jnp.floor(upto * share), plan.budget).astype(jnp.int32)
-  granted = jnp.where(upto[-1:] > plan.budget, granted, upto)  # exact past 2^24
+  total = upto[-1:]
+  granted = jnp.floor(upto * (plan.budget / jnp.maximum(total, 1)))
+  granted = jnp.minimum(granted.astype(jnp.int32), plan.budget)
+  granted = jnp.where(upto == total, plan.budget, granted)  # whatever rounding
+  granted = jnp.where(total > plan.budget, granted, upto)
   granted = jnp.diff(granted, axis=0, prepend=0)[jax.lax.axis_index("expert")]
   # A visit to no expert has the owner R, at least, and takes no place.
   kept = jnp.any(to_rank & (place <= granted[None]), axis=1)
-  dropped = jnp.sum(place[-1]) - jnp.sum(kept, dtype=jnp.int32)
   kept = kept.reshape(indices.shape[::-1]).T
-  return jnp.where(kept, indices, plan.config.num_experts), dropped
+  return jnp.where(kept, indices, none), jnp.where(kept, none, indices)
 
 
-def _stay(compute, weights, z, indices, combine_weights, plan):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _further_passes(serve, plan, args, left):
+  """Sums serve(*args, visits) over the visits left, a budget at a time.
+
+  Nothing runs if nothing is left, and nothing is kept for the gradient, which
+  goes through the same passes once more.
+  """
+  add = lambda u, kept: u + serve(*args, kept)
+  zeros = jnp.zeros(args[1].shape, jnp.float32)
+  return _while_visits_are_left(plan, add, zeros, left)
+
+
+def _while_visits_are_left(plan, add, total, left):
+  """total = add(total, visits) until every rank of the exchange is done."""
+
+  def serve_some(state):
+    total, left, _ = state
+    kept, left = _within_budget(plan, left)
+    return add(total, kept), left, number(left)
+
+  number = lambda left: jax.lax.psum(_visits(plan, left), "expert")
+  state = (total, left, number(left))
+  return jax.lax.while_loop(lambda state: state[2] > 0, serve_some, state)[0]
+
+
+def _further_passes_fwd(serve, plan, args, left):
+  return _further_passes(serve, plan, args, left), (args, left)
+
+
+def _further_passes_bwd(serve, plan, residuals, d_u):
+  args, left = residuals
+
+  def add(grads, kept):
+    _, backward = jax.vjp(lambda *args: serve(*args, kept), *args)
+    return jax.tree.map(jnp.add, grads, backward(d_u))
+
+  zeros = jax.tree.map(jnp.zeros_like, args)
+  return _while_visits_are_left(plan, add, zeros, left), None
+
+
+_further_passes.defvjp(_further_passes_fwd, _further_passes_bwd)
+
+
+def _stay(compute, plan, weights, z, combine_weights, indices):
   """u of these tokens, from all experts or from those that are here."""
   visits = rows_lib.sort_by_expert(indices, plan.local_experts, plan.rows)
   out = compute(weights, rows_lib.to_experts(z, visits), visits.group_sizes)
   return rows_lib.to_tokens(out, combine_weights, visits)
 
 
-def _gather(compute, weights, z, indices, combine_weights, plan):
+def _gather(compute, plan, weights, z, combine_weights, indices):
   """Tokens go to every rank, which adds its experts' part of u."""
   z, indices, combine_weights = (
       jax.lax.all_gather(x, "expert", tiled=True)
       for x in (z, indices, combine_weights)
   )
   indices -= jax.lax.axis_index("expert") * plan.local_experts
-  u = _stay(compute, weights, z, indices, combine_weights, plan)
+  u = _stay(compute, plan, weights, z, combine_weights, indices)
   return jax.lax.psum_scatter(u, "expert", tiled=True)
 
 
-def _all_to_all(compute, weights, z, indices, combine_weights, plan):
+def _all_to_all(compute, plan, weights, z, combine_weights, indices):
   """Visits go to their expert's rank, and what it returns comes back."""
   visits = rows_lib.sort_by_expert(indices, plan.config.num_experts)
   counts = jax.lax.all_gather(visits.group_sizes, "expert")
@@ -244,6 +299,9 @@ def _all_to_all(compute, weights, z, indices, combine_weights, plan):
   out = rows_lib.to_experts(out, regroup.inverse)
   out = ragged.exchange(out, there.back, "expert", rows.shape[0], at_most)
   return rows_lib.to_tokens(out, combine_weights, visits)
+
+
+_EXCHANGES = {"stay": _stay, "gather": _gather, "all_to_all": _all_to_all}
 
 
 def _mesh():

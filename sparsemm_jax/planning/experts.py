@@ -110,6 +110,8 @@ def plan_experts(budget: Budget) -> ExpertPlan:
     moe = dataclasses.replace(
         moe, exchange=exchange.form, row_budget=_head_room(exchange.overload)
     )
+  else:
+    moe = dataclasses.replace(moe, row_budget=None)
   return ExpertPlan(
       budget=budget,
       model=dataclasses.replace(model, moe=moe),
@@ -350,11 +352,10 @@ def _lines(plan):
        f" {moe.num_experts // exchange.ranks} experts each, a token crosses"
        f" {copies:.3g} times"),
       ("rows per rank",
-       f"{exchange.rows}, times {moe.row_budget or 1:g} of row_budget",
+       f"{exchange.rows}, times row_budget {moe.row_budget or 1:g}",
        f"{exchange.tokens} tokens a device; once balanced the fullest rank has"
-       f" {exchange.overload:.1%} more by chance, before that"
-       f" {FIRST_OVERLOAD:.0%} or more of all: a budget drops visits, counted,"
-       " in the first steps"),
+       f" {exchange.overload:.1%} more by chance; before that"
+       f" {FIRST_OVERLOAD:.0%} or more, which take further passes"),
       ("dispatch and combine", f"{_bytes(exchange.token_bytes)} a layer",
        f"received by a rank, forward, per micro-batch ({steps} a step); fsdp"
        f" moves {_bytes(exchange.weight_bytes)} of weights beside"),

@@ -164,7 +164,7 @@ def metrics(router_stats: Any) -> dict[str, Array]:
 
   Returns:
     `router/max_violation` [layers] fp32; `router/dropped` int32, visits of all
-    layers that no rank had a row for; and on a mesh with several expert ranks
+    layers that were left out; and on a mesh with several expert ranks
     `router/rank_violation` [layers] fp32, the fullest rank's rows over the
     mean, less 1: what MoeConfig.row_budget has to leave room for.
   """

@@ -34,6 +34,7 @@ CONFIG = small_model.config(
     moe=config_lib.MoeConfig(
         num_experts=112, num_experts_per_token=4, latent_dim=16,
         expert_hidden_dim=10, histogram_bins=50, num_shared_experts=0,
+        row_budget=None,
     ),
 )  # fmt: skip
 MESHES = {
@@ -254,18 +255,26 @@ class RunExpertsTest(parameterized.TestCase):
       inside = jnp.arange(rows.shape[0]) < jnp.sum(group_sizes)
       return jnp.where(inside[:, None], rows * factors[:, None], 0.0)
 
-    def run(factor, z, indices, weights, valid):
+    def run(factor, z, weights, indices, valid):
       routing = balancing.Routing(indices, weights, weights[..., 0])
       return expert.run_experts(
           multiply, {"factor": factor}, {"factor": ("expert",)},
           z, routing, valid, config,
       )  # fmt: skip
 
+    @jax.jit
+    def run_and_differentiate(*args):
+      u, backward, dropped = jax.vjp(
+          lambda *three: run(*three, *args[3:]), *args[:3], has_aux=True
+      )
+      return u, dropped, backward(jnp.cos(u))
+
     factor = np.arange(1, self.E + 1, dtype=np.float32)
     with jax.set_mesh(mesh):
-      u, dropped = jax.jit(run)(
-          factor, self.z, self.indices, self.weights, self.valid
+      u, dropped, grads = run_and_differentiate(
+          factor, self.z, self.weights, self.indices, self.valid
       )
+    self.grads = jax.device_get(grads)
     return np.asarray(u), np.asarray(dropped)
 
   def _expected(self, kept):
@@ -285,7 +294,9 @@ class RunExpertsTest(parameterized.TestCase):
     per_rank = 4 * self.A  # the visits of one rank's tokens
     results = {}
     for exchange in ("gather", "all_to_all"):
-      results[exchange] = self._run(exchange=exchange, row_budget=1.0)
+      results[exchange] = self._run(
+          exchange=exchange, row_budget=1.0, drop_overflow=True
+      )
     u, dropped = results["gather"]
     testing.assert_close(results["all_to_all"][0], u, "fp32")
     testing.assert_same(results["all_to_all"][1], dropped)
@@ -299,7 +310,7 @@ class RunExpertsTest(parameterized.TestCase):
       total = wanted.sum(axis=0)
       self.assertGreater(total.max(), per_rank)
       share = np.minimum(1, per_rank / np.maximum(total, 1))
-      upto = np.floor(np.cumsum(wanted, axis=0) * share)
+      upto = np.floor(np.cumsum(wanted, axis=0) * share + 1e-6)
       left = np.diff(upto, axis=0, prepend=0)
       for row, a, t in np.ndindex(4, self.A, 4):  # best experts first
         rank = owner[group][row, t, a]
@@ -312,8 +323,20 @@ class RunExpertsTest(parameterized.TestCase):
     self.assertGreater(dropped.sum(), 0)
     testing.assert_close(u, self._expected(kept), "fp32")
 
+  @parameterized.parameters("gather", "all_to_all")
+  def test_visits_beyond_the_budget_wait_for_another_pass(self, exchange):
+    expected, _ = self._run(exchange=exchange, row_budget=None)
+    grads = self.grads
+    # A quarter of the mean: five passes and more.
+    actual, dropped = self._run(exchange=exchange, row_budget=0.25)
+    testing.assert_same(dropped, np.zeros(8))
+    testing.assert_close(actual, expected, "fp32")
+    for a, e in zip(self.grads, grads, strict=True):
+      testing.assert_close(a, e, "fp32 gradient")
+
   def test_the_ragged_collective_gets_the_parts_that_padding_moves(self):
-    expected, _ = self._run(exchange="all_to_all")
+    expected, _ = self._run(exchange="all_to_all", row_budget=None)
+    grads = self.grads
 
     def by_definition(
         operand, output, input_offsets, send_sizes, output_offsets, recv_sizes,
@@ -338,8 +361,10 @@ class RunExpertsTest(parameterized.TestCase):
         mock.patch.object(jax.lax, "ragged_all_to_all", by_definition),
         mock.patch.object(dispatch, "device_platform", lambda: "gpu"),
     ):
-      actual, _ = self._run(exchange="all_to_all")
-    testing.assert_same(actual, expected)
+      actual, _ = self._run(exchange="all_to_all", row_budget=None)
+    testing.assert_close(actual, expected, "append fp32")
+    for a, e in zip(self.grads, grads, strict=True):
+      testing.assert_close(a, e, "append fp32")
 
 
 class TrainTest(absltest.TestCase):

@@ -5,7 +5,10 @@ import functools
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import jax
+import numpy as np
 
+from sparsemm_jax import balancing
 from sparsemm_jax import planning
 from sparsemm_jax.models import presets
 
@@ -59,6 +62,36 @@ class K3Test(absltest.TestCase):
     self.assertEqual(plan.model.moe.balancing, "quantile")
     few = _changed(tokens_per_step=2048, devices=512)
     self.assertEqual(few.model.moe.balancing, "quantile_pooled")
+
+  def test_the_planned_rows_hold_a_stream_once_it_is_balanced(self):
+    tokens, experts, ranks = 4096, 896, 8  # all tokens of one exchange
+    plan = _changed(devices=1000, tokens_per_step=1000 * tokens / ranks)
+    self.assertEqual(plan.exchange.ranks, ranks)
+    self.assertEqual(plan.exchange.rows, tokens * 16 / ranks)
+    popular = 1.5 * np.random.default_rng(0).normal(size=experts)
+
+    @jax.jit
+    def step(logits, bias):
+      scores = jax.nn.sigmoid(logits)
+      routing = balancing.route(scores, bias, 16)
+      histogram = balancing.margin_histogram(scores, routing.cutoff, bias)
+      new = balancing.quantile_bias(histogram, bias, num_experts_per_token=16)
+      return balancing.expert_counts(routing.expert_indices, experts), new
+
+    bias, needed = np.zeros(experts, np.float32), []
+    for seed in range(7):
+      noise = np.random.default_rng(1 + seed).normal(size=(tokens, experts))
+      counts, bias = step(np.float32(popular + noise), bias)
+      rows = np.asarray(counts).reshape(ranks, -1).sum(axis=1)
+      needed.append(rows.max() / rows.mean())
+    self.assertGreater(needed[0], plan.model.moe.row_budget)
+    self.assertLess(max(needed[3:]), plan.model.moe.row_budget)
+    # What is expected by chance is what is seen, within its own scatter.
+    self.assertBetween(
+        np.mean(needed[3:]) - 1,
+        plan.exchange.overload / 2,
+        2 * plan.exchange.overload,
+    )
 
   def test_every_choice_has_a_reason(self):
     lines = _plan(K3).lines()
