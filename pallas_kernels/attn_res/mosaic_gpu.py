@@ -356,6 +356,7 @@ def _whole(plan, x):
   return x.reshape(*x.shape[:-3], plan.call.padded)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _run_forward(call, sources, query):
   """Returns h [N, D] and s_i and r_i, the scalars [N, 2, 32]."""
   plan = _plan_forward(call)
@@ -446,6 +447,7 @@ def _run_forward(call, sources, query):
   return _whole(plan, mixed), scalars
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _run_backward(call, sources, query, scalars, d_mixed):
   """Returns dv_i, like the sources, and du [D] fp32."""
   plan = _plan_backward(call)

@@ -31,6 +31,7 @@ _FETCHED = schedule.GROUP, schedule.START, schedule.HEIGHT, schedule.COLUMN
 _COMPUTED = range(6)
 
 
+@functools.partial(jax.jit, static_argnums=0, static_argnames="transpose")
 def rows_times_matrices(
     plan: schedule.Plan,
     rows: jax.Array,

@@ -24,6 +24,7 @@ _COMPUTE_REGISTERS, _FETCH_REGISTERS = 232, 40
 WARPGROUPS = 2  # that compute
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def outer_products(
     plan: schedule.Plan,
     lhs: jax.Array,
