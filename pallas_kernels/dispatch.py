@@ -15,8 +15,9 @@ _NAMES = {
     "xla",
     "mosaic_gpu",
     "mosaic_tpu",
+    "ragged_dot",
 }
-_PLATFORM_OF = {"mosaic_gpu": "gpu", "mosaic_tpu": "tpu"}
+_PLATFORM_OF = {"mosaic_gpu": "gpu", "mosaic_tpu": "tpu", "ragged_dot": "tpu"}
 
 T = TypeVar("T")
 

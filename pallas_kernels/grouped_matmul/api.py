@@ -9,12 +9,14 @@ from jaxtyping import Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.grouped_matmul import mosaic_gpu
+from pallas_kernels.grouped_matmul import ragged
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.grouped_matmul import xla
 
 # Best first; each raises NotImplementedError where it cannot serve.
 _IMPLEMENTATIONS = {
     "mosaic_gpu": mosaic_gpu.grouped_matmul,
+    "ragged_dot": ragged.grouped_matmul,
     "xla": xla.grouped_matmul,
     "reference": reference.grouped_matmul,
 }
@@ -38,8 +40,9 @@ def grouped_matmul(
     lhs: [M, I] rows, sorted by group.
     rhs: [E, I, N] one matrix per group, in lhs's dtype.
     group_sizes: [E] int32 rows per group, with a sum of at most M.
-    implementation: "mosaic_gpu" (Hopper, bf16), "xla", "reference", a sequence
-      of names tried in order, or None for the best on this device.
+    implementation: "mosaic_gpu" (Hopper, bf16), "ragged_dot" (TPU), "xla",
+      "reference", a sequence of names tried in order, or None for the best on
+      this device.
 
   Returns:
     [M, N] in lhs's dtype, accumulated in fp32.

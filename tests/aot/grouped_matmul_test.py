@@ -1,6 +1,7 @@
-"""The Hopper grouped matrix product as ptxas sees it."""
+"""The grouped matrix product as ptxas and the TPU compiler see it."""
 
 from absl.testing import absltest
+from absl.testing import parameterized
 import jax
 from jax import numpy as jnp
 
@@ -79,6 +80,26 @@ class GroupedMatmulResourcesTest(absltest.TestCase):
     text = str(traced.jaxpr)
     for name in _KERNELS:
       self.assertIn(f"name={name}\n", text)
+
+
+class GroupedMatmulTpuTest(parameterized.TestCase):
+
+  @parameterized.parameters("v5e", "v5p", "v6e", "tpu7x")
+  def test_none_chooses_the_compilers_kernel(self, target):
+    if reason := aot.unavailable(target):
+      self.skipTest(reason)
+    compiled = aot.compile_for(
+        _with_gradients(grouped_matmul.grouped_matmul),
+        *_arguments(),
+        target=target,
+    )
+    # One table of tiles and one kernel for each product.
+    self.assertGreaterEqual(
+        compiled.as_text().count('custom_call_target="tpu_custom_call"'), 4
+    )
+    # The matrices once more, transposed for d_lhs, and no expansion by group.
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    self.assertLess(temporary, 2 * 2 * _GROUPS * _IN * _OUT)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -10,6 +11,7 @@ from jax.extend import core as extend_core
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import dispatch
 from pallas_kernels import grouped_matmul
 from tests import testing
 
@@ -82,6 +84,14 @@ class GroupedMatmulTest(parameterized.TestCase):
     inputs = _inputs(num_rows, len(group_sizes), 48, 160)
     for implementation in ("xla", "reference"):
       self._check(inputs, group_sizes, implementation)
+
+  @parameterized.parameters(
+      ([0, 30, 0, 50, 1, 2, 0],), ([20, 0, 17, 0, 0, 3, 1],)
+  )
+  def test_the_ragged_dot_equals_float64(self, group_sizes):
+    inputs = _inputs(83, len(group_sizes), 48, 160)
+    with mock.patch.object(dispatch, "device_platform", lambda: "tpu"):
+      self._check(inputs, group_sizes, "ragged_dot")
 
   def _check(self, inputs, group_sizes, implementation, suffix=("fp32",) * 2):
     actual = _value_and_gradients(
