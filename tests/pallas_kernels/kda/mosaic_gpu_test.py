@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels.kda import api
 from pallas_kernels.kda import mosaic_gpu
 from tests import testing
+from tests.pallas_kernels.kda import cases
 
 NAMES = ("q", "k", "v", "z", "beta_logits", "a_log", "dt_bias", "initial")
 
@@ -70,6 +71,34 @@ class MosaicGpuTest(parameterized.TestCase):
     testing.assert_close(out[0], expected[0], "bf16", "output")
     testing.assert_close(out[1], expected[1], "bf16", "final state")
     for name, actual, wanted in zip(NAMES, gradients, exact, strict=True):
+      testing.assert_close(actual, wanted, "bf16 gradient", f"d {name}")
+
+  def test_a_given_fp32_decay_matches_the_recurrence(self):
+    x = cases.chunk_inputs(64, heads=3, value_heads=3, key=64, value=64)
+    x = cases.cast(x, jnp.bfloat16)
+    cotangents = cases.cotangents(x)
+    options = dict(scale=0.125, segment_ids=None)
+
+    def kernel(*x):
+      return mosaic_gpu.chunk_kda(
+          *x[:5],
+          initial_state=x[5],
+          interpret=plgpu.InterpretGPUParams(),
+          **options,
+      )
+
+    def recurrence(*x):
+      return api.chunk_kda(
+          *x[:5], initial_state=x[5], implementation="reference", **options
+      )
+
+    x = tuple(x[name] for name in cases.CHUNK_INPUTS)
+    out, gradients = _value_and_gradients(kernel, x, cotangents)
+    expected, exact = _value_and_gradients(recurrence, _fp32(x), cotangents)
+    testing.assert_close(out[0], expected[0], "bf16", "output")
+    for name, actual, wanted in zip(
+        cases.CHUNK_INPUTS, gradients, exact, strict=True
+    ):
       testing.assert_close(actual, wanted, "bf16 gradient", f"d {name}")
 
   def test_no_two_threads_race_for_memory(self):
