@@ -386,7 +386,10 @@ class TrainTest(absltest.TestCase):
   def test_one_all_reduce_sums_all_layers_and_one_program_serves_all_steps(
       self,
   ):
-    run = tiny_run.text_config(stages=(tiny_run.stage(steps=9, seq_len=16),))
+    run = tiny_run.text_config(
+        moe={"row_budget": None},
+        stages=(tiny_run.stage(steps=9, seq_len=16),),
+    )
     run = dataclasses.replace(
         run,
         model=dataclasses.replace(
