@@ -129,7 +129,8 @@ class MoeConfig:
   expert_hidden_dim: int = 64
   num_shared_experts: int = 1  # full-width experts every token uses
   # quantile | quantile_pooled (over steps: for small batches) |
-  # sequence_quantile (and inside each document) | sign | switch_loss | none
+  # sequence_quantile (and inside each document; cannot decode with a cache) |
+  # sign | switch_loss | none
   balancing: str = "quantile"
   histogram_bins: int = 1000  # of the margins (the three quantile rules)
   pool_decay: float = 0.95  # per optimizer step (quantile_pooled)

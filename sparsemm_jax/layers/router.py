@@ -92,7 +92,7 @@ def _price(moe, scores, layout):
   if moe.balancing != "sequence_quantile":
     return None
   if layout.lengths is not None:
-    raise NotImplementedError(
+    raise config_lib.ConfigError(
         "MoeConfig.balancing='sequence_quantile' selects by all tokens of a"
         " document so far, which the cache of decode does not hold"
     )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsemm_jax import balancing
+from sparsemm_jax import config as config_lib
 from sparsemm_jax.layers import layout as layout_lib
 from sparsemm_jax.layers import moe
 from tests import testing
@@ -143,7 +144,7 @@ class LatentMoETest(absltest.TestCase):
     )  # fmt: skip
     apply(self.layout)
     decode = self.layout._replace(lengths=jnp.zeros(2, jnp.int32))
-    with self.assertRaisesRegex(NotImplementedError, "cache of decode"):
+    with self.assertRaisesRegex(config_lib.ConfigError, "cache of decode"):
       apply(decode)
 
   def test_scores_are_fp32_under_bf16_compute(self):
