@@ -115,6 +115,7 @@ class PipelineTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
       ("four_by_two", 4, 2, 6, None),
+      ("eight", 8, 1, 3, None),
       # Chunks of 2, 1, 3, 2 layers; blocks begin inside chunks and at borders.
       ("uneven", 2, 2, 3, (
           (True, False), (False,), (True, False, True), (False, True)
