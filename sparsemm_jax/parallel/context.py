@@ -30,7 +30,7 @@ def fused_kda(
   With several devices along `context`, each computes its own tokens and one
   all-gather passes the states on. A sequence that does not divide over them
   is computed whole. The rest of a layer needs nothing like it: XLA exchanges
-  the short convolution's three tokens and gathers MLA's latents by itself.
+  the short convolution's last tokens and gathers MLA's keys and values itself.
 
   Args:
     q: [B, T, H, K], as in `kda.fused_kda`, like the arguments below.
