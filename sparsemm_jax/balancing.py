@@ -7,6 +7,7 @@ integer counts. Counts of micro-batches and of shards are summed before the
 update, so the result does not depend on how a batch was cut.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -258,47 +259,14 @@ def sequence_price(
   chunks = jax.tree.map(
       lambda x: _chunked(x, chunk_size), (bins, segments, positions)
   )
-  causal = jnp.tri(chunk_size, dtype=bool)[None]
-
-  def price_chunk(carry, chunk):
-    mass, last_segment, last_position = carry
-    bins, segments, positions = chunk
-    counted = segments > 0
-    same = segments[:, :, None] == segments[:, None, :]
-    same &= causal & counted[:, None, :]
-    since = positions[:, :, None] - positions[:, None, :]
-    weights = jnp.where(same, decay ** jnp.maximum(since, 0), 0.0)
-    since = positions - last_position[:, None]
-    kept = jnp.where(
-        segments == last_segment[:, None], decay ** jnp.maximum(since, 0), 0.0
-    )
-    one_hot = jax.nn.one_hot(bins, num_bins, dtype=jnp.float32)
-    masses = jnp.einsum(
-        "bic,bcek->biek", weights, one_hot, precision=jax.lax.Precision.HIGHEST
-    )
-    masses += kept[:, :, None, None] * mass[:, None]
-    cumulative = jnp.cumsum(masses, axis=-1)
-    reached = cumulative >= quantile * cumulative[..., -1:]
-    price = (jnp.argmax(reached, axis=-1) + 0.5) / num_bins
-    # Of the last token that is not padding; if all is padding, as it was.
-    place = jnp.max(
-        jnp.where(counted, jnp.arange(chunk_size)[None], -1), axis=1
-    )
-    some = place >= 0
-    latest = lambda x: jnp.take_along_axis(
-        x, jnp.maximum(place, 0).reshape(-1, *[1] * (x.ndim - 1)), axis=1
-    )[:, 0]
-    carry = (
-        jnp.where(some[:, None, None], latest(masses), mass),
-        jnp.where(some, latest(segments), last_segment),
-        jnp.where(some, latest(positions), last_position),
-    )
-    return carry, jnp.where(counted[:, :, None], price, 0.0)
-
   rows = scores.shape[0]
   none = jnp.zeros((rows,), jnp.int32)
   mass = jnp.zeros((rows, num_experts, num_bins), jnp.float32)
-  _, prices = jax.lax.scan(price_chunk, (mass, none, none), chunks)
+  _, prices = jax.lax.scan(
+      functools.partial(_price_chunk, quantile, decay),
+      (mass, none, none),
+      chunks,
+  )
   return prices.swapaxes(0, 1).reshape(rows, -1, num_experts)[:, :length]
 
 
@@ -409,6 +377,47 @@ def _centred(estimate, counted, bias):
   estimate = jnp.where(counted, estimate, bias)
   centred = estimate - jnp.mean(estimate)
   return jnp.where(jnp.any(counted), centred, bias)
+
+
+def _price_chunk(quantile, decay, carry, chunk):
+  """Prices of a chunk's tokens; carries the histogram of the latest one."""
+  mass, last_segment, last_position = carry  # [B, E, bins], [B], [B]
+  bins, segments, positions = chunk  # [B, C, E], [B, C], [B, C]
+  counted = segments > 0
+  place = jnp.arange(segments.shape[1])
+
+  def weight(same, since):
+    return jnp.where(same, decay ** jnp.maximum(since, 0), 0.0)
+
+  same = segments[:, :, None] == segments[:, None, :]
+  same &= counted[:, None, :] & (place[:, None] >= place[None])[None]
+  inside = weight(same, positions[:, :, None] - positions[:, None, :])
+  before = weight(
+      segments == last_segment[:, None], positions - last_position[:, None]
+  )
+  one_hot = jax.nn.one_hot(bins, mass.shape[-1], dtype=jnp.float32)
+  masses = jnp.einsum(
+      "bic,bcek->biek", inside, one_hot, precision=jax.lax.Precision.HIGHEST
+  )
+  masses += before[:, :, None, None] * mass[:, None]
+  cumulative = jnp.cumsum(masses, axis=-1)
+  reached = cumulative >= quantile * cumulative[..., -1:]
+  price = (jnp.argmax(reached, axis=-1) + 0.5) / mass.shape[-1]
+
+  # The last token that is not padding; if all is padding, what there was.
+  last = jnp.max(jnp.where(counted, place[None], -1), axis=1)
+
+  def latest(new, old):
+    index = jnp.maximum(last, 0).reshape(-1, *[1] * (new.ndim - 1))
+    new = jnp.take_along_axis(new, index, axis=1)[:, 0]
+    return jnp.where((last >= 0).reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
+  carry = (
+      latest(masses, mass),
+      latest(segments, last_segment),
+      latest(positions, last_position),
+  )
+  return carry, jnp.where(counted[:, :, None], price, 0.0)
 
 
 def _chunked(x, size):
