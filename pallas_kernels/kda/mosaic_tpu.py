@@ -23,10 +23,9 @@ from pallas_kernels.kda import segments
 CHUNK = chunk_lib.CHUNK
 PAIR = chunk_lib.PAIR
 LANES = 128
-# More heads per program share its fixed cost of a step; more heads together
-# hide more latency, until the registers spill. Measured in bundles: NOTES.md.
+# Heads are computed together: they fill the waits of each other's chains. More
+# spill more registers: NOTES.md has the counts.
 _MOST_HEADS = 8
-_TOGETHER = (1, 2, 3, 4)
 Interpret = bool | pltpu.InterpretParams | None
 
 
@@ -139,7 +138,6 @@ def _run(q, k, v, z, beta, slope, bias, initial_state, segment_ids, **static):
       masked=masked,
       heads=per_program,
       query_heads=queries,
-      together=max(n for n in _TOGETHER if per_program % n == 0),
       operand=gate.operand_dtype(q, k, v),
       **static,
   )

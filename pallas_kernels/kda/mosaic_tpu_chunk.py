@@ -154,8 +154,7 @@ class Decays(NamedTuple):
 
 
 def decays(g) -> Decays:
-  """Builds the factors from log decays [n, 2C, K]."""
-  g = g * LOG2_E
+  """Builds the factors from log2 decays [n, 2C, K]."""
   first = _by_tile(g)[:, :, :, :1]
   row = jax.lax.broadcasted_iota(jnp.int32, g.shape, 1) % TILE
   inner = _by_tile(_sum_tile(jnp.where(row > 0, g, 0.0), 1))  # D
@@ -219,7 +218,7 @@ def local(q, k, g, beta, rows, operand) -> Local:
   Args:
     q: [n, 2C, K] fp32, two chunks of n heads; zero on padding, as all.
     k: [n, 2C, K] fp32.
-    g: [n, 2C, K] fp32 log decay.
+    g: [n, 2C, K] fp32 log2 decay.
     beta: [n, 2C, 1] fp32.
     rows: Rows, or None for one segment without padding.
     operand: dtype of the products' operands.

@@ -22,6 +22,7 @@ PAIR = chunk_lib.PAIR
 NN, NT, TN = chunk_lib.NN, chunk_lib.NT, chunk_lib.TN
 halves, join = chunk_lib.halves, chunk_lib.join
 _L2_EPSILON = 1e-6
+_LARGE = 2.0**126
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +34,8 @@ class Plan:
     scale: factor on the output.
     lower_bound: of the gate, nats per token.
     masked: there are segments or padding.
-    heads: value heads per program.
+    heads: value heads per program, computed together.
     query_heads: query heads per program.
-    together: value heads computed together; divides heads.
     operand: dtype of the products' operands.
     interpret: None on a TPU, else pallas_call's argument.
   """
@@ -46,7 +46,6 @@ class Plan:
   masked: bool
   heads: int
   query_heads: int
-  together: int
   operand: jnp.dtype
   interpret: object = None
 
@@ -219,57 +218,60 @@ class _Specs:
 
 
 class _Heads:
-  """A few heads' part of a step, read from the blocks; [n, 2C, width] fp32."""
+  """A program's heads in one step, read from the blocks; [n, 2C, width] fp32."""
 
-  def __init__(self, plan, heads, q_ref, k_ref, v_ref, z_ref, gate, beta, rows):
-    queries = [i * plan.query_heads // plan.heads for i in heads]
-    raw_q, raw_k = (
-        _load(x, queries, plan.query_heads, rows) for x in (q_ref, k_ref)
-    )
-    self.v = _load(v_ref, heads, plan.heads, rows)
-    self.z = _load(z_ref, heads, plan.heads, rows)
-    self.beta = jnp.stack([beta[:, i : i + 1] for i in heads])
-    self.q, self.k, self.g = raw_q, raw_k, self.z
+  def __init__(
+      self,
+      plan,
+      rows,
+      q_ref,
+      k_ref,
+      v_ref,
+      z_ref,
+      beta_ref,
+      slope_ref,
+      bias_ref,
+  ):
+    n = plan.heads
+    raw_q = _load(q_ref, plan.query_heads, n, rows)
+    raw_k = _load(k_ref, plan.query_heads, n, rows)
+    self.v = _load(v_ref, n, n, rows)
+    self.z = _load(z_ref, n, n, rows)
+    beta = beta_ref[...].T
+    if rows is not None:
+      beta = chunk_lib.select(rows.valid, beta)
+    self.beta = jnp.stack([beta[:, i : i + 1] for i in range(n)])
     if not plan.raw:
+      self.q, self.k, self.g = raw_q, raw_k, self.z * chunk_lib.LOG2_E
       return
     self.rstd_q, self.rstd_k = _rstd(raw_q), _rstd(raw_k)
     self.q, self.k = raw_q * self.rstd_q, raw_k * self.rstd_k
-    self.slope, bias = (jnp.stack([x[i : i + 1] for i in heads]) for x in gate)
-    # The limit keeps the gradient's exponential * sigmoid finite.
-    logit = jnp.minimum(self.slope * self.z + bias, 126.0)
-    self.exponential = jnp.exp2(logit)
+    self.slope = slope_ref[...][:, None]
+    self.exponential = jnp.exp2(self.slope * self.z + bias_ref[...][:, None])
     self.sigmoid = 1.0 / (1.0 + self.exponential)
-    self.g = plan.lower_bound * self.sigmoid
+    self.g = (plan.lower_bound * chunk_lib.LOG2_E) * self.sigmoid
     if rows is not None:
       self.g = chunk_lib.select(rows.valid, self.g)
 
 
-def _load(ref, heads, count, rows):
+def _load(ref, count, heads, rows):
+  """[2C, count width] -> [heads, 2C, width], each repeated heads / count."""
   width = ref.shape[-1] // count
-  x = jnp.stack([ref[:, i * width : (i + 1) * width] for i in heads])
-  x = x.astype(jnp.float32)
+  sources = [i * count // heads * width for i in range(heads)]
+  x = jnp.stack([ref[:, i : i + width] for i in sources]).astype(jnp.float32)
   return x if rows is None else chunk_lib.select(rows.valid, x)
 
 
-def _store(ref, heads, count, x):
-  width = ref.shape[-1] // count
-  for j, i in enumerate(heads):
-    ref[:, i * width : (i + 1) * width] = x[j].astype(ref.dtype)
-
-
-def _groups(plan):
-  n = plan.together
-  return [range(i, i + n) for i in range(0, plan.heads, n)]
+def _store(ref, x):
+  """[heads, 2C, width] -> [2C, heads width]."""
+  width = x.shape[-1]
+  for i in range(x.shape[0]):
+    ref[:, i * width : (i + 1) * width] = x[i].astype(ref.dtype)
 
 
 def _rstd(x):
   squares = jnp.sum(x * x, axis=-1, keepdims=True)
   return jax.lax.rsqrt(squares + _L2_EPSILON)
-
-
-def _columns(beta_ref, rows):
-  beta = beta_ref[...].T  # [2C, heads]
-  return beta if rows is None else chunk_lib.select(rows.valid, beta)
 
 
 def _forward_kernel(
@@ -291,20 +293,15 @@ def _forward_kernel(
   def _():
     state_ref[...] = initial_ref[...]
 
-  beta = _columns(beta_ref, rows)
-  gate = slope_ref[...], bias_ref[...]
-  for group in _groups(plan):
-    heads = _Heads(plan, group, q_ref, k_ref, v_ref, z_ref, gate, beta, rows)
-    x = chunk_lib.local(
-        heads.q, heads.k, heads.g, heads.beta, rows, plan.operand
-    )
-    own = slice(group.start, group.stop)
-    out, state, states = _scan(plan, x, heads.v, state_ref[own])
-    state_ref[own] = state
-    _store(out_ref, group, plan.heads, out)
-    if states_ref:
-      for c, before in enumerate(states):
-        states_ref[0][own, c] = before.astype(plan.operand)
+  heads = _Heads(
+      plan, rows, q_ref, k_ref, v_ref, z_ref, beta_ref, slope_ref, bias_ref
+  )
+  x = chunk_lib.local(heads.q, heads.k, heads.g, heads.beta, rows, plan.operand)
+  out, state_ref[...], states = _scan(plan, x, heads.v, state_ref[...])
+  _store(out_ref, out)
+  if states_ref:
+    for c, state in enumerate(states):
+      states_ref[0][:, c] = state.astype(plan.operand)
 
 
 def _take_rows(plan, refs):
@@ -362,34 +359,28 @@ def _backward_kernel(
     for ref in sums_refs:
       ref[...] = jnp.zeros_like(ref)
 
-  beta = _columns(beta_ref, rows)
-  gate = slope_ref[...], bias_ref[...]
-  d_betas = []
-  for group in _groups(plan):
-    heads = _Heads(plan, group, q_ref, k_ref, v_ref, z_ref, gate, beta, rows)
-    x = chunk_lib.local(
-        heads.q, heads.k, heads.g, heads.beta, rows, plan.operand
-    )
-    own = slice(group.start, group.stop)
-    d_out = plan.scale * _load(d_out_ref, group, plan.heads, rows)
-    states = [states_ref[own, c] for c in (0, 1)]
-    d_state, (dq, dk, dv, dg, d_beta) = _gradient(
-        plan, x, heads.v, states, d_out, d_state_ref[own], rows
-    )
-    d_state_ref[own] = d_state
-    if rows is not None:
-      dg = chunk_lib.select(rows.valid, dg)
-      d_beta = chunk_lib.select(rows.valid, d_beta)
-    if plan.raw:
-      dq = _norm_gradient(dq, heads.q, heads.rstd_q)
-      dk = _norm_gradient(dk, heads.k, heads.rstd_k)
-      dg, *sums = _gate_gradient(plan, heads, dg)
-      for ref, y in zip(sums_refs, sums, strict=True):
-        ref[own] += y
-    for ref, y in ((dq_ref, dq), (dk_ref, dk), (dv_ref, dv), (dz_ref, dg)):
-      _store(ref, group, plan.heads, y)
-    d_betas += [d_beta[j] for j in range(plan.together)]
-  d_beta_ref[...] = jnp.concatenate(d_betas, axis=1).T
+  heads = _Heads(
+      plan, rows, q_ref, k_ref, v_ref, z_ref, beta_ref, slope_ref, bias_ref
+  )
+  x = chunk_lib.local(heads.q, heads.k, heads.g, heads.beta, rows, plan.operand)
+  d_out = plan.scale * _load(d_out_ref, plan.heads, plan.heads, rows)
+  states = [states_ref[:, c] for c in (0, 1)]
+  d_state_ref[...], (dq, dk, dv, dg, d_beta) = _gradient(
+      plan, x, heads.v, states, d_out, d_state_ref[...], rows
+  )
+  if rows is not None:
+    dg = chunk_lib.select(rows.valid, dg)
+    d_beta = chunk_lib.select(rows.valid, d_beta)
+  if plan.raw:
+    dq = _norm_gradient(dq, heads.q, heads.rstd_q)
+    dk = _norm_gradient(dk, heads.k, heads.rstd_k)
+    dg, *sums = _gate_gradient(plan, heads, dg)
+    for ref, y in zip(sums_refs, sums, strict=True):
+      ref[...] += y
+  for ref, y in ((dq_ref, dq), (dk_ref, dk), (dv_ref, dv), (dz_ref, dg)):
+    _store(ref, y)
+  columns = [d_beta[i] for i in range(plan.heads)]
+  d_beta_ref[...] = jnp.concatenate(columns, axis=1).T
 
 
 def _norm_gradient(d, x, rstd):
@@ -403,8 +394,10 @@ def _gate_gradient(plan, heads, dg):
   Returns:
     dz [n, 2C, K], and the sums over rows of d_slope and d_bias, [n, K].
   """
-  # exponential * sigmoid keeps the digits that 1 - sigmoid loses near 1.
-  rise = heads.sigmoid * (heads.exponential * heads.sigmoid)
+  # exponential * sigmoid keeps the digits that 1 - sigmoid loses near 1; the
+  # limit, those of infinity * 0.
+  falls = jnp.minimum(heads.exponential, _LARGE) * heads.sigmoid
+  rise = heads.sigmoid * falls
   d_logit = dg * rise * (-math.log(2.0) * plan.lower_bound)
   d_slope = jnp.sum(d_logit * heads.z, axis=1)
   return d_logit * heads.slope, d_slope, jnp.sum(d_logit, axis=1)

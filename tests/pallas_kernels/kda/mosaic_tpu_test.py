@@ -7,6 +7,9 @@ from absl.testing import parameterized
 import jax
 from jax import numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
+
+# The race detector's verdict has no public name.
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 import numpy as np
 
 from pallas_kernels.kda import mosaic_tpu
@@ -20,7 +23,7 @@ _TOKENS = 130  # two steps of two chunks; the last holds two tokens
 def _gradient(op):
   """As `cases.gradient`, of a TPU kernel in the interpreter.
 
-  What a kernel reads before it writes is NaN; a race is an error.
+  What a kernel reads before it writes is NaN.
   """
   options = {"lower_bound": -5.0} if op == "fused_kda" else {}
 
@@ -29,7 +32,7 @@ def _gradient(op):
         getattr(mosaic_tpu, op),
         scale=inputs["q"].shape[-1] ** -0.5,
         segment_ids=segment_ids,
-        interpret=pltpu.InterpretParams(detect_races=True),
+        interpret=pltpu.InterpretParams(),
         **options,
     )
     outputs, vjp = jax.vjp(lambda x: run(**x), inputs)
@@ -81,6 +84,16 @@ class MosaicTpuTest(parameterized.TestCase):
     inputs["g"] *= 1e-4
     inputs["beta"] = 1.0 - 1e-2 * inputs["beta"]
     self.check("chunk_kda", inputs, "fp32")
+
+  def test_nothing_races(self):
+    inputs = cases.chunk_inputs(_TOKENS, value_heads=1, key=128, value=128)
+    params = pltpu.InterpretParams(detect_races=True)
+    jax.block_until_ready(
+        mosaic_tpu.chunk_kda(
+            **inputs, scale=1.0, segment_ids=None, interpret=params
+        )
+    )
+    self.assertFalse(interpret_pallas_call.races.races_found)
 
   def test_later_tokens_change_no_bit_of_earlier_outputs(self):
     inputs = cases.chunk_inputs(_TOKENS, value_heads=1, key=128, value=128)
