@@ -8,7 +8,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # threads than warpgroups (XLA's default is one per core) it never ends.
 os.environ.setdefault("NPROC", "8")
 # A test runs a program once or twice: quick to compile beats quick to run. What
-# claims bits is marked `exact`; `make test` runs it as users compile.
+# claims bits or runs long is marked `exact`: `make test` leaves XLA's flags alone.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0"
