@@ -117,7 +117,8 @@ def chunk_kda(
 
 
 def _check_served(q, k, v, z, interpret):
-  check_hopper(interpret)
+  if interpret is None:
+    dispatch.check_hopper()
   key_width, value_width = q.shape[-1], v.shape[-1]
   if key_width not in WIDTHS or value_width not in WIDTHS:
     raise NotImplementedError(
@@ -130,18 +131,6 @@ def _check_served(q, k, v, z, interpret):
     raise NotImplementedError(f"the gate is {z.dtype}, not bfloat16 or float32")
   if not v.size:
     raise NotImplementedError("no tokens")
-
-
-def check_hopper(interpret: plgpu.InterpretGPUParams | None) -> None:
-  """Raises NotImplementedError unless interpreted or on a Hopper GPU."""
-  if interpret is not None:
-    return
-  if dispatch.device_platform() == "gpu":
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    kind = (abstract or jax.devices("gpu")[0]).device_kind
-    if any(name in kind for name in ("H100", "H200", "H800", "H20")):
-      return
-  raise NotImplementedError("the kernels need a Hopper GPU")
 
 
 def _run(

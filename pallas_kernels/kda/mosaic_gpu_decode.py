@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 from jaxtyping import Float
 
+from pallas_kernels import dispatch
 from pallas_kernels.kda import mosaic_gpu
 from pallas_kernels.kda import reference
 from pallas_kernels.kda.mosaic_gpu_prep import COLUMN
@@ -44,7 +45,8 @@ def recurrent_kda(
   Raises:
     NotImplementedError: widths or dtypes that the kernel does not serve.
   """
-  mosaic_gpu.check_hopper(interpret)
+  if interpret is None:
+    dispatch.check_hopper()
   key_width, value_width = q.shape[-1], v.shape[-1]
   widths = mosaic_gpu.WIDTHS
   if key_width not in widths or value_width not in widths:
