@@ -1,5 +1,6 @@
 """What the ablations share: rows of real text in random order, and JSON."""
 
+from collections.abc import Callable
 from collections.abc import Sequence
 import json
 import math
@@ -70,6 +71,23 @@ def initial_states(
 def stack(trees: Sequence[Any]) -> Any:
   """Stacks like trees on a new leading axis: one entry per member."""
   return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def over_members(function: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns f(members, batch): function(member, batch) of each member.
+
+  An accelerator runs them as one vmapped program. A CPU gains nothing from
+  wider operations, and batching turns slices updated in place into scatters:
+  there the members take turns.
+
+  Args:
+    function: of one member, a tree without the leading axis, and the batch.
+  """
+  if jax.default_backend() != "cpu":
+    return jax.vmap(function, in_axes=(0, None))
+  return lambda members, batch: jax.lax.map(
+      lambda member: function(member, batch), members
+  )
 
 
 def rounded(value: Any, digits: int = 4) -> Any:

@@ -1,4 +1,4 @@
-"""Draws stream.json and train.json of this folder, as PNG files beside them.
+"""Draws stream.json and train.json, whichever is there, as PNG files.
 
 python -m experiments.ablations.balancing.plot
 """
@@ -69,8 +69,10 @@ def main(argv) -> None:
   del argv
   folder = pathlib.Path(_FOLDER.value)
   for name, draw in (("stream", draw_stream), ("train", draw_training)):
-    results = json.loads((folder / f"{name}.json").read_text())
-    draw(results).savefig(folder / f"{name}.png", dpi=90)
+    source = folder / f"{name}.json"
+    if source.exists():
+      results = json.loads(source.read_text())
+      draw(results).savefig(folder / f"{name}.png", dpi=90)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 
 Every rule sees the same batches of real text and, for each seed, starts from
 the same parameters; all seeds, and all rules whose gradient is the same, train
-as one program, vmapped. The step is the library's: its gradient, its
-optimizer and its routers' update, the rule picked per member.
+as one program. The step is the library's: its gradient, its
+AdamW and its routers' update, the rule picked per member.
 """
 
 from collections.abc import Callable
@@ -31,11 +31,12 @@ from sparsemm_jax.training import step as step_lib
 _STEPS = flags.DEFINE_integer("steps", 300, "Optimizer steps.")
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of the parameters.")
 _EXPERTS = flags.DEFINE_integer("experts", 64, "Routed experts, E.")
+_LAYERS = flags.DEFINE_integer("layers", 4, "Blocks; the first is dense.")
 _BATCH = flags.DEFINE_integer("batch_size", 64, "Rows per step.")
 _SEQ_LEN = flags.DEFINE_integer("seq_len", 128, "Tokens per row.")
 _WIDTH = flags.DEFINE_integer("width", 256, "d_model.")
 _DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Of the computation.")
-_RATE = flags.DEFINE_float("learning_rate", 5e-3, "Peak.")
+_RATE = flags.DEFINE_float("learning_rate", 3e-3, "Peak.")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
 _EVAL_BATCHES = 8
@@ -46,12 +47,12 @@ def make_config(rule: str, **changes: Any) -> config_lib.RunConfig:
   width, head_dim = _WIDTH.value, max(_WIDTH.value // 4, 8)
   model = config_lib.ModelConfig(
       d_model=width,
-      num_layers=4,
+      num_layers=_LAYERS.value,
       num_dense_layers=1,
       dense_hidden_dim=2 * width,
       attn_res_block_size=None,
       dtype=_DTYPE.value,
-      # MLA alone, and the three sparse blocks scanned: it compiles fast.
+      # MLA alone, and the sparse blocks scanned: it compiles fast.
       mla_every=1,
       mla=config_lib.MlaConfig(
           num_heads=4, q_lora_rank=width // 2, kv_lora_rank=width // 4,
@@ -72,7 +73,7 @@ def make_config(rule: str, **changes: Any) -> config_lib.RunConfig:
   return config_lib.RunConfig(
       model=dataclasses.replace(model, **changes),
       optim=config_lib.OptimConfig(
-          learning_rate=_RATE.value, warmup_fraction=0.05
+          learning_rate=_RATE.value, warmup_fraction=0.05, muon=False
       ),
       train=config_lib.TrainConfig(stages=(stage,)),
   )
@@ -92,20 +93,19 @@ def prepare(rules: tuple[str, ...], seeds: int, batch: Any) -> Group:
   configs = [make_config(rule) for rule in rules]
   states = common.stack(common.initial_states(configs[0], seeds) * len(rules))
   indices = jnp.repeat(jnp.arange(len(rules)), seeds)
-  train_step = jax.vmap(
-      rules_lib.make_train_step(configs), in_axes=(0, None, 0)
+  step = rules_lib.make_train_step(configs)
+  train_step = jax.jit(
+      lambda states, batch: common.over_members(
+          lambda member, batch: step(member[0], batch, member[1])
+      )((states, indices), batch),
+      donate_argnums=0,
   )
-  eval_step = jax.vmap(step_lib.make_eval_step(configs[0]), in_axes=(0, None))
-  compiled = (
-      jax.jit(train_step, donate_argnums=0)
-      .lower(states, batch, indices)
-      .compile()
-  )
+  eval_step = jax.jit(common.over_members(step_lib.make_eval_step(configs[0])))
   return Group(
       rules,
       states,
-      lambda states, batch: compiled(states, batch, indices),
-      jax.jit(eval_step).lower(_variables(states), batch).compile(),
+      train_step.lower(states, batch).compile(),
+      eval_step.lower(_variables(states), batch).compile(),
   )
 
 
@@ -122,9 +122,14 @@ def train(group: Group, batches: common.Batches, held_out: common.Batches):
     held_out_loss: [rules, seeds] nats per token.
   """
   metrics, states = [], group.states
-  for batch in batches:
+  start = time.monotonic()
+  for number, batch in enumerate(batches, 1):
     states, step_metrics = group.train_step(states, batch)
     metrics.append(step_metrics)
+    if number in (1, 10) or number % 50 == 0:
+      loss = np.mean(step_metrics["loss"])
+      seconds = time.monotonic() - start
+      print(f"  step {number}: loss {loss:.3f}, {seconds:.0f} s", flush=True)
   metrics = jax.device_get(metrics)
   nats = targets = 0.0
   for batch in held_out:

@@ -6,8 +6,7 @@ Every model of one depth sees the same batches of real text and, seed by seed,
 starts from the same parameters (a mix's pseudo-query starts at zero). Block
 size 0 stands for ordinary residuals, 1 for a source per Transformer block, the
 finest that ModelConfig.attn_res_block_size knows. All block sizes, seeds and
-learning rates of one depth train as one vmapped program (see model.py), block
-size 1 apart: its bank is twice as long as any other.
+learning rates of one depth train as one program (see model.py).
 
 The models are MLA and a dense MLP in every block: no experts and one kind of
 attention, so that depth is all that differs. The optimizer is AdamW.
@@ -161,23 +160,27 @@ def prepare(layers: int, sizes: list[int], rates: list[float]) -> Program:
       np.repeat(starts, len(seeds) * len(rates), axis=0),
       np.tile(np.array(rates, np.float32), len(sizes) * len(seeds)),
   )
+  step, measure = (
+      make_train_step(config, rows),
+      make_eval_step(config.model, rows),
+  )
   train_step = jax.jit(
-      jax.vmap(make_train_step(config, rows), in_axes=(0, None, 0)),
+      lambda states, batch: common.over_members(
+          lambda member, batch: step(member[0], batch, member[1])
+      )((states, members), batch),
       donate_argnums=0,
   )
   eval_step = jax.jit(
-      jax.vmap(make_eval_step(config.model, rows), in_axes=(0, None, 0))
+      lambda params, batch: common.over_members(
+          lambda member, batch: measure(member[0], batch, member[1])
+      )((params, members.is_start), batch)
   )
-  train_step = train_step.lower(states, batches[0], members).compile()
-  eval_step = eval_step.lower(
-      states.params, batches[0], members.is_start
-  ).compile()
   return Program(
       layers,
       sizes,
       states,
-      lambda states, batch: train_step(states, batch, members),
-      lambda states, batch: eval_step(states.params, batch, members.is_start),
+      train_step.lower(states, batches[0]).compile(),
+      eval_step.lower(states.params, batches[0]).compile(),
       batches,
       held_out,
   )
@@ -193,12 +196,17 @@ def train(program: Program, rates: list[float]) -> list[dict[str, Any]]:
     L], weights and similarity as means over the seeds.
   """
   metrics, states = [], program.states
-  for batch in program.batches:
+  start = time.monotonic()
+  for number, batch in enumerate(program.batches, 1):
     states, step_metrics = program.train_step(states, batch)
     metrics.append(step_metrics)
+    if number in (1, 10) or number % 50 == 0:
+      loss = np.mean(step_metrics["loss"])
+      seconds = time.monotonic() - start
+      print(f"  step {number}: loss {loss:.3f}, {seconds:.0f} s", flush=True)
   metrics = jax.device_get(metrics)
   measured = [
-      jax.device_get(program.eval_step(states, batch))
+      jax.device_get(program.eval_step(states.params, batch))
       for batch in program.held_out
   ]
   measured = jax.tree.map(lambda *x: np.mean(x, axis=0), *measured)
@@ -272,10 +280,9 @@ def main(argv) -> None:
   rates = [float(rate) for rate in _RATES.value]
   sizes = [int(size) for size in _SIZES.value]
   groups = [
-      (int(layers), group)
-      for layers in _LAYERS.value
-      for group in ([s for s in sizes if s != 1], [s for s in sizes if s == 1])
-      if group
+      (layers, group)
+      for layers in map(int, _LAYERS.value)
+      for group in _programs(layers, sizes)
   ]
   results = []
   with concurrent.futures.ThreadPoolExecutor(len(groups)) as pool:
@@ -292,6 +299,13 @@ def main(argv) -> None:
       f" {_WIDTH.value}, on {common.hardware()}"
   )
   print_table(results)
+
+
+def _programs(layers: int, sizes: list[int]) -> list[list[int]]:
+  """Groups the block sizes; size 1 would make every bank twice as long."""
+  if layers <= 16 or 1 not in sizes:
+    return [sizes]
+  return [[size for size in sizes if size != 1], [1]]
 
 
 def _write(results):
