@@ -23,6 +23,9 @@ NN, NT, TN = chunk_lib.NN, chunk_lib.NT, chunk_lib.TN
 halves, join = chunk_lib.halves, chunk_lib.join
 _L2_EPSILON = 1e-6
 _LARGE = 2.0**126
+# Three quarters of what the smallest generation has (v5p, TPU7x); fp32 blocks
+# of 8 heads need more than the compiler's default of 16 MiB.
+_VMEM_BYTES = 48 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +211,7 @@ class _Specs:
         interpret=self._plan.interpret or False,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=_VMEM_BYTES,
         ),
         cost_estimate=pl.CostEstimate(
             flops=flops * elements * work // 2,

@@ -57,9 +57,9 @@ class KdaTpuTest(parameterized.TestCase):
     spec = arg_specs.ArgSpec(2, 130, 1, 2, 64, 64)
     self.check_kernels(_compile(spec, target, state=True, segments=True))
 
-  def test_fp32_compiles_where_products_take_most_passes(self):
-    spec = arg_specs.ArgSpec(1, 128, 2, 2, dtype=jnp.float32)
-    self.check_kernels(_compile(spec, "v5e"))
+  def test_fp32_blocks_of_all_heads_fit_the_smallest_memory(self):
+    spec = arg_specs.ArgSpec(1, 256, 8, 8, dtype=jnp.float32)
+    self.check_kernels(_compile(spec, "tpu7x"))
 
   def test_temporary_memory_is_the_states_and_the_layouts(self):
     spec = arg_specs.ArgSpec(1, 8192, 32, 32)
