@@ -171,16 +171,18 @@ def run_blocks(
   )(
       plan.stack(per_layer),
       variables["params"].get("output_res"),
-      split(x),
+      # The devices' gradients of x are summed in its dtype.
+      split(x.astype(jnp.float32)),
       jax.tree.map(split, layout),
   )
-  h = jnp.swapaxes(h, 0, 1).reshape(x.shape)
+  h = jnp.swapaxes(h, 0, 1).reshape(x.shape).astype(x.dtype)
   return h, _by_group(config, plan.unstack(_totals(sums, micro_batches)))
 
 
 def _run_device(config, plan, stacks, output, x, layout):
   """What one device does; its stacks are [1, slots, ...], as its sums."""
   params = (jax.tree.map(lambda x: x[0], stacks), output)
+  x = x.astype(config.dtype)
   micro = jnp.arange(x.shape[0], dtype=jnp.int32)
   first = lambda tree: jax.tree.map(operator.itemgetter(0), tree)
   every = config.attn_res_block_size
@@ -200,8 +202,9 @@ def _run_device(config, plan, stacks, output, x, layout):
   }
   stage = functools.partial(_run_chunk, config, plan, shapes)
   h, sums = pipeline.pipeline(stage, params, x, (layout, micro), plan.schedule)
-  # Zero on all devices but the last.
-  return jax.lax.psum(h, "stage"), jax.tree.map(lambda x: x[None], sums)
+  # Zero on all devices but the last. (XLA:CPU cannot add bf16 here.)
+  h = jax.lax.psum(h.astype(jnp.float32), "stage")
+  return h, jax.tree.map(lambda x: x[None], sums)
 
 
 def _run_chunk(config, plan, shapes, chunk, params, bank, prefix, example):

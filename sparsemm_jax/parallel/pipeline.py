@@ -146,6 +146,9 @@ def pipeline(
   Returns:
     h: [M, ...] after the last chunk, on the last device; zero on the others.
     sums: summed over micro-batches and this device's chunks.
+
+  Raises:
+    ValueError: a bank has not the rows that the schedule says.
   """
   static = (stage_fn, schedule, axis_name)
   return _pipeline(static, params, x, examples)
@@ -364,6 +367,11 @@ def _bank(schedule, chunk, x, rows):
 
 def _keep(schedule, chunk, bank, rows):
   """Puts what a chunk added to the bank to the rows kept."""
+  if chunk < schedule.chunks - 1 and len(bank) != schedule.rows[chunk + 1]:
+    raise ValueError(
+        f"{len(bank)} rows in the bank after chunk {chunk}, but the schedule"
+        f" says {schedule.rows[chunk + 1]}"
+    )
   for i in range(max(schedule.rows[chunk], 1), len(bank)):
     if i <= schedule.kept_rows:
       rows = jax.lax.dynamic_update_index_in_dim(rows, bank[i], i - 1, 0)
