@@ -6,10 +6,10 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 from jax import numpy as jnp
-from jax.experimental.pallas import tpu as pltpu
 
 # The race detector's verdict has no public name.
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
 import numpy as np
 
 from pallas_kernels.kda import mosaic_tpu
@@ -71,6 +71,12 @@ class MosaicTpuTest(parameterized.TestCase):
 
   def test_bf16_segments_tail_and_shared_heads_match_the_recurrence(self):
     inputs = cases.fused_inputs(_TOKENS, heads=1, value_heads=2)
+    inputs = cases.cast(inputs, jnp.bfloat16, ("q", "k", "v", "z"))
+    self.check("fused_kda", inputs, "bf16", _segments(_TOKENS))
+
+  def test_saturated_gates_match_the_recurrence(self):
+    inputs = cases.fused_inputs(_TOKENS, heads=1, value_heads=2)
+    inputs["z"] += 8.0
     inputs = cases.cast(inputs, jnp.bfloat16, ("q", "k", "v", "z"))
     self.check("fused_kda", inputs, "bf16", _segments(_TOKENS))
 
