@@ -1,15 +1,14 @@
 """Counts the instructions of the attention kernels on a TPU that is not here.
 
   python -m experiments.tpu_bundles --target=v6e --tokens=8192 --heads=32
-  python -m experiments.tpu_bundles --peer --backward
+  python -m experiments.tpu_bundles --backward
 
 Compiles ahead of time and reads the final schedule that libtpu writes down:
 per kernel the instruction bundles of a grid step, the steps, their product in
 millions, and how much of each unit's slots is filled. A bundle is a cycle
 that waits for nothing, so the product stands in for time: it sees stalls
 between dependent instructions, not those of memory, and counts the body of a
-loop inside a kernel once. `--peer` does the same for tokamax, where it is
-installed; its arrays stand head by head, as it asks.
+loop inside a kernel once.
 """
 
 import glob
@@ -21,7 +20,6 @@ import tempfile
 from absl import app
 from absl import flags
 import jax
-from jax import numpy as jnp
 from jax.extend import core as jax_core
 
 from pallas_kernels import aot
@@ -32,12 +30,11 @@ _TARGET = flags.DEFINE_string("target", "v6e", "See aot.compile_for.")
 _TOKENS = flags.DEFINE_integer("tokens", 8192, "Tokens of one sequence.")
 _HEADS = flags.DEFINE_integer("heads", 32, "Heads, 128 wide.")
 _BACKWARD = flags.DEFINE_bool("backward", False, "Gradients of all inputs too.")
-_PEER = flags.DEFINE_bool("peer", False, "Compile tokamax instead.")
 
 _UNITS = ("MXU", "XLU", "VALU", "EUP", "VLOAD", "VSTORE")
 
 
-def ours():
+def forward():
   """Returns fused_kda's output as a function of arrays, and their shapes."""
   spec = arg_specs.ArgSpec(1, _TOKENS.value, _HEADS.value, _HEADS.value)
   shapes = spec.shapes()
@@ -46,40 +43,6 @@ def ours():
     return kda.fused_kda(*args, implementation="mosaic_tpu")[0]
 
   return run, tuple(shapes.values())
-
-
-def tokamax():
-  """As `ours`, of the peer."""
-  from tokamax._src import config  # An optional peer, measured, never used.
-  from tokamax._src.ops.kda import api
-
-  heads, tokens = _HEADS.value, _TOKENS.value
-  struct = jax.ShapeDtypeStruct
-  row = struct((heads, 1, tokens, 128), jnp.bfloat16)
-  shapes = (row,) * 4 + (
-      struct(row.shape[:3], jnp.bfloat16),
-      struct((heads,), jnp.float32),
-      struct((heads * 128,), jnp.float32),
-  )
-
-  def run(q, k, v, z, beta, a_log, dt_bias):
-    with config.cross_compile(True):
-      return api.kimi_delta_attention(
-          q,
-          k,
-          v,
-          z,
-          beta,
-          a_log=a_log,
-          delta_time_bias=dt_bias,
-          use_qk_l2norm=True,
-          use_gate_in_kernel=True,
-          lower_bound=-5.0,
-          output_final_state=False,
-          implementation="mosaic",
-      )[0]
-
-  return run, shapes
 
 
 def with_gradients(run, shapes):
@@ -131,7 +94,7 @@ def schedule(folder: str, name: str) -> tuple[int, dict[str, float]]:
 
 def main(argv):
   del argv
-  run, shapes = tokamax() if _PEER.value else ours()
+  run, shapes = forward()
   if _BACKWARD.value:
     run, shapes = with_gradients(run, shapes)
   with tempfile.TemporaryDirectory() as folder:
