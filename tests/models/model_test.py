@@ -281,9 +281,7 @@ class StatsTest(absltest.TestCase):
     }
     for balancing, expected in names.items():
       moe = {**vars(small_model.BASE.moe), "balancing": balancing}
-      config = small_model.config(
-          num_layers=2, moe=config_lib.MoeConfig(**moe)
-      )
+      config = small_model.config(num_layers=2, moe=config_lib.MoeConfig(**moe))
       model = models.SparseMultimodalModel(config)
       tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
       variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
