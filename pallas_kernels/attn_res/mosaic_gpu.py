@@ -30,9 +30,8 @@ from jaxtyping import Array
 from jaxtyping import Float
 
 from pallas_kernels import dispatch
+from pallas_kernels.attn_res import call as call_lib
 
-MAX_SOURCES = 32  # a lane of a warp each
-MAX_WIDTH = 8192  # registers: 64 columns a thread at most, in four arrays
 _WARPS, _LANES = 4, 32
 _MULTIPROCESSORS = 132
 _SHARED_BYTES = 227 * 1024
@@ -57,63 +56,18 @@ def mix(
     NotImplementedError: a dtype, width, number of sources, device or mesh that
       the kernels do not serve.
   """
-  first = sources[0]
-  width = first.shape[-1]
-  if first.dtype not in (jnp.bfloat16, jnp.float32):
-    raise NotImplementedError(f"sources are {first.dtype}, not bf16 or fp32")
-  if len(sources) > MAX_SOURCES:
-    raise NotImplementedError(f"{len(sources)} sources, above {MAX_SOURCES}")
-  if width > MAX_WIDTH:
-    raise NotImplementedError(f"width {width} is above {MAX_WIDTH}")
-  if not first.size:
-    raise NotImplementedError("no tokens")
+  call_lib.check_served(sources)
   if interpret is None:
     dispatch.check_hopper()
-  stacked = not isinstance(sources, tuple)
-  padding = -width % _unit(width)
-
-  def rows(x):
-    x = x.reshape(*x.shape[: int(stacked)], -1, width)
-    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, padding),))
-
-  call = _Call(
-      num_sources=len(sources),
-      stacked=stacked,
-      tokens=math.prod(first.shape[:-1]),
-      width=width,
-      padded=width + padding,
-      dtype=jnp.dtype(first.dtype),
+  return call_lib.by_rows(
+      _mix,
+      call_lib.Call,
+      sources,
+      query,
+      unit=_unit(sources[0].shape[-1]),
       eps=float(eps),
       interpret=interpret,
   )
-  operands = (rows(sources),) if stacked else tuple(map(rows, sources))
-  mixed = _mix(call, operands, jnp.pad(query, (0, padding)))
-  return mixed[:, :width].reshape(first.shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-  """What is static in one call.
-
-  Attributes:
-    num_sources: S.
-    stacked: whether the sources are one array.
-    tokens: rows of each source.
-    width: D as the caller knows it.
-    padded: D in memory, a multiple of 128.
-    dtype: of sources and output.
-    eps: added to the mean square.
-    interpret: parameters of the CPU interpreter, or None.
-  """
-
-  num_sources: int
-  stacked: bool
-  tokens: int
-  width: int
-  padded: int
-  dtype: jnp.dtype
-  eps: float
-  interpret: plgpu.InterpretGPUParams | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +82,7 @@ class _Plan:
     items: rows fetched per token.
   """
 
-  call: _Call
+  call: call_lib.Call
   groups: int
   split: int
   slots: int
@@ -189,7 +143,7 @@ def _unit(width: int) -> int:
   return _WARPS * _LANES * _split(width)
 
 
-def _plan_forward(call: _Call) -> _Plan:
+def _plan_forward(call: call_lib.Call) -> _Plan:
   row_bytes = call.padded * call.dtype.itemsize
   split = _split(call.padded)
   groups = _GROUPS_FORWARD // split
@@ -203,7 +157,7 @@ def _plan_forward(call: _Call) -> _Plan:
   return _Plan(call, groups, split, slots, call.num_sources)
 
 
-def _plan_backward(call: _Call) -> _Plan:
+def _plan_backward(call: call_lib.Call) -> _Plan:
   row_bytes = call.padded * call.dtype.itemsize
   split = _split(call.padded)
   groups = _GROUPS_BACKWARD // split
@@ -427,13 +381,13 @@ def _run_forward(call, sources, query):
 
   scratch = dict(
       staged=plgpu.SMEM((plan.threads, *plan.row), call.dtype),
-      kept=plgpu.SMEM((plan.groups, 2, 2, MAX_SOURCES), jnp.float32),
+      kept=plgpu.SMEM((plan.groups, 2, 2, call_lib.MAX_SOURCES), jnp.float32),
       sums=plgpu.SMEM((plan.groups, 2, 2, plan.split, _WARPS), jnp.float32),
   )
   tokens = call.tokens
   out_type = [
       jax.ShapeDtypeStruct((tokens, plan.split, *plan.row), call.dtype),
-      jax.ShapeDtypeStruct((tokens, 2, MAX_SOURCES), jnp.float32),
+      jax.ShapeDtypeStruct((tokens, 2, call_lib.MAX_SOURCES), jnp.float32),
   ]
   parts = functools.partial(_parts, plan)
   mixed, scalars = _launch(
@@ -551,12 +505,16 @@ def _run_backward(call, sources, query, scalars, d_mixed):
 
   warps = _WARPS * plan.split
   scratch = dict(
-      kept=plgpu.SMEM((plan.threads, ahead, 2, MAX_SOURCES), jnp.float32),
+      kept=plgpu.SMEM(
+          (plan.threads, ahead, 2, call_lib.MAX_SOURCES), jnp.float32
+      ),
       kept_loaded=plgpu.Barrier(
           num_arrivals=1, num_barriers=plan.threads * ahead
       ),
-      sums=plgpu.SMEM((plan.groups, 2, MAX_SOURCES, warps), jnp.float32),
-      shares=plgpu.SMEM((plan.threads, 3, MAX_SOURCES), jnp.float32),
+      sums=plgpu.SMEM(
+          (plan.groups, 2, call_lib.MAX_SOURCES, warps), jnp.float32
+      ),
+      shares=plgpu.SMEM((plan.threads, 3, call_lib.MAX_SOURCES), jnp.float32),
   )
   parts = functools.partial(_parts, plan)
   sources = tuple(map(parts, sources))
@@ -586,7 +544,9 @@ def _depth_gradient(plan, along, kept, shares):
   along = jnp.sum(along, axis=1)
   logit = plgpu.load(kept.at[0], layout=scalar, optimized=False)
   inverse_rms = plgpu.load(kept.at[1], layout=scalar, optimized=False)
-  index = plgpu.broadcasted_iota(jnp.int32, (MAX_SOURCES,), 0, layout=scalar)
+  index = plgpu.broadcasted_iota(
+      jnp.int32, (call_lib.MAX_SOURCES,), 0, layout=scalar
+  )
   real = index < plan.call.num_sources
   logit = jnp.where(real, logit, -jnp.inf)
   weight = jnp.exp(logit - jnp.max(logit, axis=0))

@@ -9,7 +9,6 @@ Kept for the backward pass: the sources and, per token, one row of 128 fp32
 that holds s_i and r_i, in the letters of `reference`.
 """
 
-import dataclasses
 import functools
 import math
 
@@ -22,9 +21,8 @@ from jaxtyping import Array
 from jaxtyping import Float
 
 from pallas_kernels import dispatch
+from pallas_kernels.attn_res import call as call_lib
 
-MAX_SOURCES = 32
-MAX_WIDTH = 8192
 _LANES = 128
 _VMEM_LIMIT = 48 * 2**20  # bytes; the smallest of the targets has 64 MiB
 _TILES = 30 * 2**20  # of that, for what is copied in and out, twice
@@ -48,63 +46,22 @@ def mix(
     NotImplementedError: a dtype, width, number of sources, device or mesh that
       the kernels do not serve.
   """
-  first = sources[0]
-  width = first.shape[-1]
-  if first.dtype not in (jnp.bfloat16, jnp.float32):
-    raise NotImplementedError(f"sources are {first.dtype}, not bf16 or fp32")
-  if len(sources) > MAX_SOURCES:
-    raise NotImplementedError(f"{len(sources)} sources, above {MAX_SOURCES}")
-  if width > MAX_WIDTH:
-    raise NotImplementedError(f"width {width} is above {MAX_WIDTH}")
-  if not first.size:
-    raise NotImplementedError("no tokens")
+  call_lib.check_served(sources)
   if interpret is None:
     dispatch.check_tpu()
-  stacked = not isinstance(sources, tuple)
-  padding = -width % _LANES
-
-  def rows(x):
-    x = x.reshape(*x.shape[: int(stacked)], -1, width)
-    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, padding),))
-
-  call = _Call(
-      num_sources=len(sources),
-      stacked=stacked,
-      tokens=math.prod(first.shape[:-1]),
-      width=width,
-      padded=width + padding,
-      dtype=jnp.dtype(first.dtype),
+  return call_lib.by_rows(
+      _mix,
+      _Call,
+      sources,
+      query,
+      unit=_LANES,
       eps=float(eps),
       interpret=interpret,
   )
-  operands = (rows(sources),) if stacked else tuple(map(rows, sources))
-  mixed = _mix(call, operands, jnp.pad(query, (0, padding)))
-  return mixed[:, :width].reshape(first.shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-  """What is static in one call.
-
-  Attributes:
-    num_sources: S.
-    stacked: whether the sources are one array.
-    tokens: rows of each source.
-    width: D as the caller knows it.
-    padded: D in memory, a multiple of 128.
-    dtype: of sources and output.
-    eps: added to the mean square.
-    interpret: None on a TPU, else pallas_call's argument.
-  """
-
-  num_sources: int
-  stacked: bool
-  tokens: int
-  width: int
-  padded: int
-  dtype: jnp.dtype
-  eps: float
-  interpret: Interpret
+class _Call(call_lib.Call):
+  """How a call is cut into programs."""
 
   def tile(self, rows: int) -> int:
     """Tokens of a program that copies so many rows of each in and out."""
@@ -248,7 +205,7 @@ def _backward_kernel(call, *refs):
   zeros = jnp.zeros((tile, _LANES), jnp.float32)
   logits = [scalars[:, i : i + 1] for i in range(num_sources)]
   inverse_rms = [
-      scalars[:, MAX_SOURCES + i : MAX_SOURCES + i + 1]
+      scalars[:, call_lib.MAX_SOURCES + i : call_lib.MAX_SOURCES + i + 1]
       for i in range(num_sources)
   ]
   along = []  # G . v_i
@@ -310,7 +267,7 @@ def _in_lanes(zeros, logits, inverse_rms):
   result = zeros
   for i, (logit, scale) in enumerate(zip(logits, inverse_rms)):
     result = jnp.where(lane == i, logit, result)
-    result = jnp.where(lane == MAX_SOURCES + i, scale, result)
+    result = jnp.where(lane == call_lib.MAX_SOURCES + i, scale, result)
   return result
 
 

@@ -1,0 +1,93 @@
+"""What the kernels of every device serve, and how they get it."""
+
+from collections.abc import Callable
+import dataclasses
+import math
+from typing import Any
+
+from jax import numpy as jnp
+from jaxtyping import Array
+from jaxtyping import Float
+
+MAX_SOURCES = 32  # on Hopper a lane of a warp each
+MAX_WIDTH = 8192  # on Hopper 64 columns a thread, in registers
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+  """What is static in one call.
+
+  Attributes:
+    num_sources: S.
+    stacked: whether the sources are one array.
+    tokens: rows of each source.
+    width: D as the caller knows it.
+    padded: D in memory, a multiple of 128.
+    dtype: of sources and output.
+    eps: added to the mean square.
+    interpret: how the kernel is interpreted, or None on the device.
+  """
+
+  num_sources: int
+  stacked: bool
+  tokens: int
+  width: int
+  padded: int
+  dtype: jnp.dtype
+  eps: float
+  interpret: Any
+
+
+def check_served(sources: tuple[Array, ...] | Array) -> None:
+  """Raises NotImplementedError, saying why, where no kernel serves."""
+  first = sources[0]
+  if first.dtype not in (jnp.bfloat16, jnp.float32):
+    raise NotImplementedError(f"sources are {first.dtype}, not bf16 or fp32")
+  if len(sources) > MAX_SOURCES:
+    raise NotImplementedError(f"{len(sources)} sources, above {MAX_SOURCES}")
+  if first.shape[-1] > MAX_WIDTH:
+    raise NotImplementedError(f"width {first.shape[-1]} is above {MAX_WIDTH}")
+  if not first.size:
+    raise NotImplementedError("no tokens")
+
+
+def by_rows(
+    mix: Callable[..., Array],
+    make: Callable[..., Call],
+    sources: tuple[Float[Array, "... D"], ...] | Float[Array, "S ... D"],
+    query: Float[Array, " D"],
+    *,
+    unit: int,
+    **options: Any,
+) -> Float[Array, "... D"]:
+  """Calls mix(call, operands, query) on rows of whole multiples of `unit`.
+
+  Args:
+    mix: the kernel; operands are S arrays [N, D], or one [S, N, D].
+    make: Call, or a class of the device's that extends it.
+    sources: of `reference.mix`.
+    query: likewise.
+    unit: columns; other widths are padded, at the cost of a copy.
+    **options: further fields of the call.
+  """
+  first = sources[0]
+  width = first.shape[-1]
+  stacked = not isinstance(sources, tuple)
+  padding = -width % unit
+
+  def rows(x):
+    x = x.reshape(*x.shape[: int(stacked)], -1, width)
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, padding),))
+
+  call = make(
+      num_sources=len(sources),
+      stacked=stacked,
+      tokens=math.prod(first.shape[:-1]),
+      width=width,
+      padded=width + padding,
+      dtype=jnp.dtype(first.dtype),
+      **options,
+  )
+  operands = (rows(sources),) if stacked else tuple(map(rows, sources))
+  mixed = mix(call, operands, jnp.pad(query, (0, padding)))
+  return mixed[:, :width].reshape(first.shape)
