@@ -2,6 +2,7 @@
 
   python -m experiments.bench_kernels --hard --output=/tmp/kda.json
   python -m experiments.bench_kernels --shapes=b1_t8192_h96 --peers=fla
+  python -m experiments.bench_kernels --decode_only
 
 On the device at hand: checks outputs and gradients against a float64
 recurrence in five gate regimes (and stops if ours fail), then times ours and
@@ -19,7 +20,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 
 from absl import app
 from absl import flags
@@ -27,12 +27,13 @@ import jax
 from jax import numpy as jnp
 import numpy as np
 
+from experiments.kda_bench import decode
 from experiments.kda_bench import hard
 from experiments.kda_bench import inputs as inputs_lib
 from experiments.kda_bench import peers
+from experiments.kda_bench import timing
 from pallas_kernels.kda import api
 from pallas_kernels.kda import arg_specs
-from pallas_kernels.kda import decode
 
 _SHAPES = flags.DEFINE_list(
     "shapes",
@@ -57,6 +58,9 @@ _HARD = flags.DEFINE_bool("hard", False, "Also run the hard cases.")
 _DECODE = flags.DEFINE_list(
     "decode", ["64", "32", "128"], "B, H and width of the one-token call."
 )
+_DECODE_ONLY = flags.DEFINE_bool(
+    "decode_only", False, "Check and time the one-token call, nothing else."
+)
 _REPEATS = flags.DEFINE_integer("repeats", 7, "Timed groups; medians count.")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
@@ -64,7 +68,6 @@ KINDS = ("forward", "forward+backward")
 # Ours must stay under these relative RMS errors, or nothing is timed.
 # Identical keys at beta near 1 cancel in the output itself.
 _OUTPUT_LIMIT = dict.fromkeys(inputs_lib.REGIMES, 1e-2) | {"identical": 3e-2}
-_DECODE_STEPS = 20  # in one program, each on the state of the one before
 _CHUNK = 64  # of the FLOP floor
 _HARD_TIMEOUT = 120.0  # seconds after the checks, before anything is timed
 _FLOPS = 790e9  # per millisecond: bf16 products of one H200, measured
@@ -90,29 +93,6 @@ def check(runs):
           flush=True,
       )
   return errors
-
-
-def timed(fn, *args):
-  """Median milliseconds of a call, and the spread over groups of calls."""
-  jax.block_until_ready(fn(*args))
-  start = time.perf_counter()
-  jax.block_until_ready(fn(*args))
-  calls = max(2, min(20, int(0.05 / (time.perf_counter() - start))))
-  times = []
-  for _ in range(_REPEATS.value):
-    start = time.perf_counter()
-    for _ in range(calls):
-      out = fn(*args)
-    jax.block_until_ready(out)
-    times.append((time.perf_counter() - start) / calls * 1e3)
-  return float(np.median(times)), float(max(times) - min(times))
-
-
-def _copy_rate():
-  """Bytes read and written per millisecond by a device copy."""
-  x = jnp.ones((2**29,), jnp.float32)
-  milliseconds, _ = timed(jax.jit(lambda x: -x), x)
-  return 2 * x.nbytes / milliseconds
 
 
 def _floors(spec, rate):
@@ -152,7 +132,7 @@ def time_shape(name, runs, rate):
     ):
       try:
         compiled = fn.lower(*args).compile()
-        row[kind] = timed(compiled, *args)
+        row[kind] = timing.timed(compiled, *args, repeats=_REPEATS.value)
         memory = compiled.memory_analysis()
         row[f"{kind} temp GiB"] = memory.temp_size_in_bytes / 2**30
       except Exception as error:  # pylint: disable=broad-exception-caught
@@ -200,71 +180,20 @@ def _parts(x):
   dv, ds, _ = kernels["reverse"](*walk)
   arguments = dict.fromkeys(kernels, walk)
   arguments |= {"prep": local, "gradient": (*local, (states, ds, v_new, dv, v))}
-  return {name: timed(fn, *arguments[name]) for name, fn in kernels.items()}
-
-
-def time_decode(batch, heads, width, rate):
-  """One token for every row: error against the recurrence, time, floor."""
-  keys = jax.random.split(jax.random.key(5), 6)
-  row = (batch, 1, heads)
-  normal = jax.random.normal
-  q, k, v, g = (normal(key, (*row, width), jnp.bfloat16) for key in keys[:4])
-  unit = (
-      lambda y: y / jnp.linalg.norm(y.astype(jnp.float32), axis=-1)[..., None]
-  )
-  q, k = (unit(y).astype(jnp.bfloat16) for y in (q, k))
-  g = -5.0 * jax.nn.sigmoid(g.astype(jnp.float32))
-  x = (q, k, v, g, jax.nn.sigmoid(normal(keys[4], row)))
-  state = normal(keys[5], (batch, heads, width, width))
-  result = {}
-  expected = decode.recurrent_kda(
-      *x, initial_state=state, implementation="reference"
-  )
-  floor = 2 * state.nbytes + sum(y.nbytes for y in x) + v.nbytes
-  result["byte floor ms"] = float(floor / rate)
-  for name in (None, "reference"):
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def steps(state, x, name=name):
-      for _ in range(_DECODE_STEPS):
-        out, state = decode.recurrent_kda(
-            *x, initial_state=state, implementation=name
-        )
-        # Or XLA fuses its form's steps with each other, as no server could.
-        out, state = jax.lax.optimization_barrier((out, state))
-      return state, out
-
-    one = jax.jit(functools.partial(decode.recurrent_kda, implementation=name))
-    actual = one(*x, initial_state=state)
-    errors = [
-        inputs_lib.error(a, np.asarray(e, np.float64))
-        for a, e in zip(actual, expected)
-    ]
-    held = [state + 0.0]
-
-    def call(held=held, steps=steps):
-      held[0], out = steps(held[0], x)
-      return out
-
-    median, spread = timed(call)
-    label = "ours" if name is None else name
-    result[label] = {
-        "ms": (median / _DECODE_STEPS, spread / _DECODE_STEPS),
-        "output error": errors[0],
-        "state error": errors[1],
-    }
-  print("decode", result, flush=True)
-  return result
+  return {
+      name: timing.timed(fn, *arguments[name], repeats=_REPEATS.value)
+      for name, fn in kernels.items()
+  }
 
 
 class _Fla:
   """fla's process: it runs once, for errors, shapes and the decode step."""
 
-  def __init__(self, shapes, decode_shape):
+  def __init__(self, shapes, decode_shape, check_errors):
     self._folder = tempfile.TemporaryDirectory()
     self._job = os.path.join(self._folder.name, "job.json")
     inputs = {}
-    if _CHECK.value:
+    if check_errors:
       for regime in inputs_lib.REGIMES:
         x = inputs_lib.make_inputs(inputs_lib.CHECK, regime)
         x["cotangent"] = inputs_lib.cotangent(x)
@@ -300,11 +229,11 @@ class _Fla:
     return loaded.pop("output"), loaded
 
 
-def _start_fla(shapes, decode_shape):
+def _start_fla(shapes, decode_shape, check_errors):
   if "fla" not in _PEERS.value or importlib.util.find_spec("fla") is None:
     return None
   try:
-    return _Fla(shapes, decode_shape)
+    return _Fla(shapes, decode_shape, check_errors)
   except subprocess.CalledProcessError as error:
     print(f"fla is left out: {error}")
     return None
@@ -351,7 +280,7 @@ def _write(results):
 
 def _add_fla(results, fla):
   """Adds what fla's process measured."""
-  if _CHECK.value:
+  if fla.job["inputs"]:
     results["errors"] |= check({"fla": fla.results})
   if "decode ms" in fla.job:
     results["decode"]["fla"] = {"ms": fla.job["decode ms"]}
@@ -364,10 +293,14 @@ def main(argv):
   del argv
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
   decode_shape = [int(n) for n in _DECODE.value]
+  shapes, fla_shapes = _SHAPES.value, _FLA_SHAPES.value
+  check_errors = _CHECK.value
+  if _DECODE_ONLY.value:
+    shapes, fla_shapes, check_errors = [], [], False
   runs = {"ours": _ours} | peers.jax_peers(_PEERS.value)
   cases = hard.start() if _HARD.value else []
   results = {"device": jax.devices()[0].device_kind, "shapes": {}}
-  if _CHECK.value:
+  if check_errors:
     both = {name: inputs_lib.with_gradient(run) for name, run in runs.items()}
     errors = results["errors"] = check({
         name: lambda x, cotangent, _, run=run: run(x, cotangent)
@@ -379,15 +312,15 @@ def main(argv):
   results["hard"] = list(hard.results(cases, _HARD_TIMEOUT))
   for name, good, numbers in results["hard"]:
     print(f"hard: {name}: {'holds' if good else 'FAILS'} ({numbers})")
-  rate = _copy_rate()
+  rate = timing.copy_rate(_REPEATS.value)
   results["copy TB/s"] = rate / 1e9
   print(f"{results['device']}: copy {rate / 1e9:.2f} TB/s", flush=True)
   if decode_shape:
-    results["decode"] = time_decode(*decode_shape, rate)
-  for name in _SHAPES.value:
+    results["decode"] = decode.measure(*decode_shape, rate, _REPEATS.value)
+  for name in shapes:
     results["shapes"][name] = time_shape(name, runs, rate)
     _write(results)
-  if fla := _start_fla(_FLA_SHAPES.value, decode_shape):
+  if fla := _start_fla(fla_shapes, decode_shape, check_errors):
     _add_fla(results, fla)
   print_table(results)
   _write(results)

@@ -7,7 +7,7 @@ from jax import numpy as jnp
 from pallas_kernels import aot
 from pallas_kernels.kda import api
 from pallas_kernels.kda import arg_specs
-from pallas_kernels.kda import decode
+from pallas_kernels.kda import mosaic_gpu_decode
 
 # A kernel over 227 KiB of shared memory does not compile at all. Spills are in
 # bytes per thread.
@@ -100,25 +100,27 @@ class KdaResourcesTest(absltest.TestCase):
     row = struct((batch, 1, heads, width), jnp.bfloat16)
     state = struct((batch, heads, width, width), jnp.float32)
 
-    def step(state, q, k, v, g, beta):
-      return decode.recurrent_kda(
-          q, k, v, g, beta, initial_state=state, implementation="mosaic_gpu"
-      )
+    for variant in mosaic_gpu_decode.VARIANTS:
 
-    compiled, kernels = aot.kernel_resources(
-        jax.jit(step, donate_argnums=0),
-        state,
-        row,
-        row,
-        row,
-        struct(row.shape, jnp.float32),
-        struct(row.shape[:3], jnp.float32),
-    )
-    self.check(kernels, {"kda_recurrent": 0})
-    memory = compiled.memory_analysis()
-    state_bytes = batch * heads * width * width * 4
-    self.assertEqual(memory.alias_size_in_bytes, state_bytes)
-    self.assertLess(memory.temp_size_in_bytes, 2**20)
+      def step(state, *x, variant=variant):
+        return mosaic_gpu_decode.recurrent_kda(
+            *x, state, scale=width**-0.5, variant=variant
+        )
+
+      compiled, kernels = aot.kernel_resources(
+          jax.jit(step, donate_argnums=0),
+          state,
+          row,
+          row,
+          row,
+          struct(row.shape, jnp.float32),
+          struct(row.shape[:3], jnp.float32),
+      )
+      self.check(kernels, {"kda_recurrent": 0})
+      memory = compiled.memory_analysis()
+      state_bytes = batch * heads * width * width * 4
+      self.assertEqual(memory.alias_size_in_bytes, state_bytes)
+      self.assertLess(memory.temp_size_in_bytes, 2**20)
 
 
 if __name__ == "__main__":

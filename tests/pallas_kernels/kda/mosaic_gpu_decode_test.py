@@ -1,9 +1,12 @@
 """The Hopper decode kernel in the interpreter, against the recurrence."""
 
+from unittest import mock
+
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 from jax import numpy as jnp
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda import decode
@@ -12,27 +15,41 @@ from tests import testing
 from tests.pallas_kernels.kda import cases
 
 
-def _inputs(tokens, dtype):
+def _inputs(tokens, dtype, value=64):
   x = cases.chunk_inputs(
-      tokens, batch=2, heads=1, value_heads=2, key=64, value=64
+      tokens, batch=2, heads=1, value_heads=2, key=64, value=value
   )
   return cases.cast(x, dtype)
 
 
-def _kernel(x, interpret):
+def _kernel(x, interpret, **options):
   state = x["initial_state"]
   tokens = [x[name] for name in ("q", "k", "v", "g", "beta")]
   return mosaic_gpu_decode.recurrent_kda(
-      *tokens, state, scale=0.125, interpret=interpret
+      *tokens, state, scale=0.125, interpret=interpret, **options
   )
 
 
 class MosaicGpuDecodeTest(parameterized.TestCase):
 
-  @parameterized.parameters((1, jnp.float32, "fp32"), (3, jnp.bfloat16, "bf16"))
-  def test_tokens_match_the_recurrence(self, tokens, dtype, kind):
-    x = _inputs(tokens, dtype)
-    out, state = _kernel(x, plgpu.InterpretGPUParams(detect_races=True))
+  @parameterized.product(
+      call=(
+          (1, 64, jnp.float32, "fp32"),
+          (3, 64, jnp.bfloat16, "bf16"),
+          (1, 128, jnp.bfloat16, "bf16"),
+      ),
+      variant=mosaic_gpu_decode.VARIANTS,
+  )
+  def test_tokens_match_the_recurrence_without_races(self, call, variant):
+    tokens, value, dtype, kind = call
+    x = _inputs(tokens, dtype, value)
+    # One block walks all four heads: a ring of three is used again.
+    with mock.patch.object(mosaic_gpu_decode, "_MULTIPROCESSORS", 1):
+      out, state = _kernel(
+          x, plgpu.InterpretGPUParams(detect_races=True), variant=variant
+      )
+    jax.block_until_ready(state)
+    self.assertFalse(gpu_callbacks.get_races().races_found)
     wide = cases.cast(x, jnp.float32)
     expected, final = decode.recurrent_kda(
         **wide, scale=0.125, implementation="reference"
