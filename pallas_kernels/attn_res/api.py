@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
+from jaxtyping import Bool
 from jaxtyping import Float
 
 from pallas_kernels import dispatch
@@ -18,6 +19,7 @@ def attn_res(
     pseudo_query: Float[Array, " d"],
     key_scale: Float[Array, " d"],
     *,
+    use_last: Bool[Array, ""] | None = None,
     eps: float = 1e-6,
     implementation: dispatch.Implementation = None,
 ) -> Float[Array, "... d"]:
@@ -32,6 +34,9 @@ def attn_res(
     sources: S arrays [..., D] of one shape and dtype, or one array [S, ..., D].
     pseudo_query: [D] a parameter, the same for every token.
     key_scale: [D] the key norm's gain.
+    use_last: where False, the last source has no weight and no gradient, but
+      must be finite: layers that share one program need not all have it. None:
+      it counts.
     eps: added to the mean square under the root.
     implementation: "mosaic_gpu" (Hopper) or "mosaic_tpu" (both bf16 or fp32,
       S <= 32, D <= 8192), "reference", a sequence of names tried in order, or
@@ -41,7 +46,8 @@ def attn_res(
     [..., D] in the sources' dtype; computed in fp32 and cast once.
 
   Raises:
-    ValueError: no source, or shapes or dtypes that do not fit together.
+    ValueError: no source, shapes or dtypes that do not fit together, or
+      use_last with one source.
     NotImplementedError: nothing that was asked for serves these arguments.
 
   Source: Attention Residuals, section 3, arXiv:2603.15031.
@@ -49,11 +55,13 @@ def attn_res(
   if not isinstance(sources, jax.Array):
     sources = tuple(sources)
   _check_sources(sources, pseudo_query.shape)
+  if use_last is not None and len(sources) < 2:
+    raise ValueError("use_last needs a source beside the last")
   query = _query(pseudo_query, key_scale)
   candidates = {
-      "mosaic_gpu": lambda: mosaic_gpu.mix(eps, sources, query),
-      "mosaic_tpu": lambda: mosaic_tpu.mix(eps, sources, query),
-      "reference": lambda: reference.mix(eps, sources, query),
+      "mosaic_gpu": lambda: mosaic_gpu.mix(eps, sources, query, use_last),
+      "mosaic_tpu": lambda: mosaic_tpu.mix(eps, sources, query, use_last),
+      "reference": lambda: reference.mix(eps, sources, query, use_last),
   }
   return dispatch.run("attn_res", candidates, implementation)
 

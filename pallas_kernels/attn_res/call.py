@@ -7,6 +7,7 @@ from typing import Any
 
 from jax import numpy as jnp
 from jaxtyping import Array
+from jaxtyping import Bool
 from jaxtyping import Float
 
 MAX_SOURCES = 32  # on Hopper a lane of a warp each
@@ -56,17 +57,20 @@ def by_rows(
     make: Callable[..., Call],
     sources: tuple[Float[Array, "... D"], ...] | Float[Array, "S ... D"],
     query: Float[Array, " D"],
+    use_last: Bool[Array, ""] | None,
     *,
     unit: int,
     **options: Any,
 ) -> Float[Array, "... D"]:
-  """Calls mix(call, operands, query) on rows of whole multiples of `unit`.
+  """Calls mix(call, operands, query, flag) on rows of multiples of `unit`.
 
   Args:
-    mix: the kernel; operands are S arrays [N, D], or one [S, N, D].
+    mix: the kernel; operands are S arrays [N, D], or one [S, N, D]; flag is
+      use_last as int32 [1], or None.
     make: Call, or a class of the device's that extends it.
     sources: of `reference.mix`.
     query: likewise.
+    use_last: likewise.
     unit: columns; other widths are padded, at the cost of a copy.
     **options: further fields of the call.
   """
@@ -89,5 +93,8 @@ def by_rows(
       **options,
   )
   operands = (rows(sources),) if stacked else tuple(map(rows, sources))
-  mixed = mix(call, operands, jnp.pad(query, (0, padding)))
+  flag = None
+  if use_last is not None:
+    flag = jnp.reshape(use_last, 1).astype(jnp.int32)
+  mixed = mix(call, operands, jnp.pad(query, (0, padding)), flag)
   return mixed[:, :width].reshape(first.shape)

@@ -27,10 +27,12 @@ from jax import numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
+from jaxtyping import Bool
 from jaxtyping import Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.attn_res import call as call_lib
+from pallas_kernels.attn_res import reference
 
 _WARPS, _LANES = 4, 32
 _MULTIPROCESSORS = 132
@@ -44,6 +46,7 @@ def mix(
     eps: float,
     sources: tuple[Float[Array, "... D"], ...] | Float[Array, "S ... D"],
     query: Float[Array, " D"],
+    use_last: Bool[Array, ""] | None = None,
     *,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Float[Array, "... D"]:
@@ -64,6 +67,7 @@ def mix(
       call_lib.Call,
       sources,
       query,
+      use_last,
       unit=_unit(sources[0].shape[-1]),
       eps=float(eps),
       interpret=interpret,
@@ -311,13 +315,14 @@ def _whole(plan, x):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run_forward(call, sources, query):
+def _run_forward(call, sources, query, flag):
   """Returns h [N, D] and s_i and r_i, the scalars [N, 2, 32]."""
   plan = _plan_forward(call)
   num_refs = len(sources)
+  flags = () if flag is None else (flag,)
 
   def body(*refs, ring, loaded, staged, kept, sums, meeting=None):
-    sources, (query, out, scalars) = refs[:num_refs], refs[num_refs:]
+    sources, (query, *flags, out, scalars) = refs[:num_refs], refs[num_refs:]
 
     def copies(i, k, token, part, target, barrier):
       del k
@@ -332,6 +337,7 @@ def _run_forward(call, sources, query):
     rows.start()
     group, part = rows.group, rows.part
     u = plgpu.load(query.at[part], layout=plan.layout, optimized=False)
+    flags = [ref[0] for ref in flags]
     staged, kept, sums = staged.at[rows.thread], kept.at[group], sums.at[group]
 
     @pl.loop(0, rows.count)
@@ -350,6 +356,9 @@ def _run_forward(call, sources, query):
         square = _add_up(here.at[1], plan.split) / call.width
         inverse_rms = lax.rsqrt(square + call.eps)
         logit = _add_up(here.at[0], plan.split) * inverse_rms
+        for flag in flags:
+          left_out = (i == call.num_sources - 1) & (flag == 0)
+          logit = jnp.where(left_out, reference.EXCLUDED, logit)
 
         @pl.when(part == 0)
         def _():
@@ -396,7 +405,7 @@ def _run_forward(call, sources, query):
       out_type,
       scratch,
       "attn_res_forward",
-      (*map(parts, sources), parts(query)),
+      (*map(parts, sources), parts(query), *flags),
   )
   return _whole(plan, mixed), scalars
 
@@ -559,18 +568,19 @@ def _depth_gradient(plan, along, kept, shares):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mix(call, sources, query):
-  return _run_forward(call, sources, query)[0]
+def _mix(call, sources, query, flag):
+  return _run_forward(call, sources, query, flag)[0]
 
 
-def _mix_forward(call, sources, query):
-  mixed, scalars = _run_forward(call, sources, query)
+def _mix_forward(call, sources, query, flag):
+  mixed, scalars = _run_forward(call, sources, query, flag)
   return mixed, (sources, query, scalars)
 
 
 def _mix_backward(call, residuals, d_mixed):
   sources, query, scalars = residuals
-  return _run_backward(call, sources, query, scalars, d_mixed)
+  d_sources, d_query = _run_backward(call, sources, query, scalars, d_mixed)
+  return d_sources, d_query, None
 
 
 _mix.defvjp(_mix_forward, _mix_backward)

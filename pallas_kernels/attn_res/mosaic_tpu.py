@@ -18,10 +18,12 @@ from jax import numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
+from jaxtyping import Bool
 from jaxtyping import Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.attn_res import call as call_lib
+from pallas_kernels.attn_res import reference
 
 _LANES = 128
 _VMEM_LIMIT = 48 * 2**20  # bytes; the smallest of the targets has 64 MiB
@@ -35,6 +37,7 @@ def mix(
     eps: float,
     sources: tuple[Float[Array, "... D"], ...] | Float[Array, "S ... D"],
     query: Float[Array, " D"],
+    use_last: Bool[Array, ""] | None = None,
     *,
     interpret: Interpret = None,
 ) -> Float[Array, "... D"]:
@@ -54,6 +57,7 @@ def mix(
       _Call,
       sources,
       query,
+      use_last,
       unit=_LANES,
       eps=float(eps),
       interpret=interpret,
@@ -122,14 +126,20 @@ def _options(call, name, *, rows, flops):
   )
 
 
-def _run_forward(call, sources, query):
+def _run_forward(call, sources, query, flag):
   """Returns h [N, D], and s_i and r_i in the scalars [N, 128]."""
   rows = call.num_sources + 1
   tile = call.tile(rows)
+  flags = () if flag is None else (flag,)
+  in_scalar_memory = pl.BlockSpec(memory_space=pltpu.SMEM)
   return pl.pallas_call(
       functools.partial(_forward_kernel, call),
       grid=(pl.cdiv(call.tokens, tile),),
-      in_specs=[*call.blocks(tile), _whole(call.padded)],
+      in_specs=[
+          *call.blocks(tile),
+          _whole(call.padded),
+          *(in_scalar_memory for _ in flags),
+      ],
       out_specs=[_by_token(tile, call.padded), _by_token(tile, _LANES)],
       out_shape=[
           jax.ShapeDtypeStruct((call.tokens, call.padded), call.dtype),
@@ -138,11 +148,12 @@ def _run_forward(call, sources, query):
       **_options(
           call, "attn_res_forward", rows=rows, flops=6 * call.num_sources
       ),
-  )(*sources, query[None])
+  )(*sources, query[None], *flags)
 
 
 def _forward_kernel(call, *refs):
-  *sources, query, out, scalars = refs
+  num_refs = 1 if call.stacked else call.num_sources
+  sources, (query, *flags, out, scalars) = refs[:num_refs], refs[num_refs:]
   zeros = jnp.zeros((out.shape[0], _LANES), jnp.float32)
   logits, inverse_rms = [], []
   for i in range(call.num_sources):
@@ -154,6 +165,8 @@ def _forward_kernel(call, *refs):
     dot, square = map(_over_lanes, call.each_columns(add, (zeros, zeros)))
     inverse_rms.append(lax.rsqrt(square / call.width + call.eps))
     logits.append(dot * inverse_rms[i])
+  if flags:
+    logits[-1] = jnp.where(flags[0][0] > 0, logits[-1], reference.EXCLUDED)
   weights = _softmax(logits)
   scalars[...] = _in_lanes(zeros, logits, inverse_rms)
 
@@ -272,18 +285,19 @@ def _in_lanes(zeros, logits, inverse_rms):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mix(call, sources, query):
-  return _run_forward(call, sources, query)[0]
+def _mix(call, sources, query, flag):
+  return _run_forward(call, sources, query, flag)[0]
 
 
-def _mix_forward(call, sources, query):
-  mixed, scalars = _run_forward(call, sources, query)
+def _mix_forward(call, sources, query, flag):
+  mixed, scalars = _run_forward(call, sources, query, flag)
   return mixed, (sources, query, scalars)
 
 
 def _mix_backward(call, residuals, d_mixed):
   sources, query, scalars = residuals
-  return _run_backward(call, sources, query, scalars, d_mixed)
+  d_sources, d_query = _run_backward(call, sources, query, scalars, d_mixed)
+  return d_sources, d_query, None
 
 
 _mix.defvjp(_mix_forward, _mix_backward)

@@ -9,7 +9,8 @@ h = sum_i p_i v_i, G the cotangent of h. Then
   du   = sum over tokens and i of ds_i r_i v_i
 
 Normalised keys are never formed; the backward passes keep the inputs and a few
-scalars per source and token.
+scalars per source and token. A source that is left out has the logit EXCLUDED,
+which is finite: its weight and gradient come out as zero, not as NaN.
 """
 
 import functools
@@ -22,26 +23,31 @@ _einsum = functools.partial(
     precision=jax.lax.Precision.HIGHEST,
     preferred_element_type=jnp.float32,
 )
+EXCLUDED = float(jnp.finfo(jnp.float32).min)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def mix(eps, sources, query):
+def mix(eps, sources, query, use_last=None):
   """Mixes the sources by one query.
 
   Args:
     eps: added to the mean square.
     sources: tuple of S arrays [..., D], or one array [S, ..., D].
     query: [D] fp32, key scale included.
+    use_last: bool scalar, whether the last source counts; None: it does.
 
   Returns:
     [..., D] in the sources' dtype.
   """
-  return _mix_forward(eps, sources, query)[0]
+  return _mix_forward(eps, sources, query, use_last)[0]
 
 
-def _mix_forward(eps, sources, query):
+def _mix_forward(eps, sources, query, use_last):
   inverse_rms = _each(lambda v: _inverse_rms(v, eps), sources)
   logits = _each(lambda v: _dot(v, query), sources) * inverse_rms
+  if use_last is not None:
+    last = jnp.where(use_last, logits[-1], EXCLUDED)
+    logits = logits.at[-1].set(last)
   weights = jax.nn.softmax(logits, axis=0)
   if isinstance(sources, tuple):  # added up one by one, never stacked
     mixed = functools.reduce(jnp.add, map(_scale, weights, sources))
@@ -65,10 +71,9 @@ def _mix_backward(eps, residuals, d_mixed):
 
   if isinstance(sources, tuple):
     d_query = sum(map(_weigh_tokens, scaled, sources))
-    return tuple(map(d_source, sources, weights, scaled, back)), d_query
-  return d_source(sources, weights, scaled, back), _weigh_tokens(
-      scaled, sources
-  )
+    return tuple(map(d_source, sources, weights, scaled, back)), d_query, None
+  d_sources = d_source(sources, weights, scaled, back)
+  return d_sources, _weigh_tokens(scaled, sources), None
 
 
 mix.defvjp(_mix_forward, _mix_backward)

@@ -1,7 +1,6 @@
 """Attention residuals: each sub-layer mixes what earlier blocks have built."""
 
 from collections.abc import Sequence
-import functools
 
 import flax.linen as nn
 import jax
@@ -41,7 +40,7 @@ class DepthMix(nn.Module):
       bank: S arrays [B, T, D].
       prefix: [B, T, D], or None where the block has none yet.
       first: where traced layers share this code, True in the layer whose
-        prefix does not exist yet; None: the prefix always counts.
+        prefix does not exist yet (zeros stand for it); None: it counts.
 
     Returns:
       [B, T, D].
@@ -56,23 +55,21 @@ class DepthMix(nn.Module):
         "key_scale", names(nn.initializers.ones, ("embed",)), (dim,), dtype
     )
     eps = self.config.norm_eps
-    mix = functools.partial(
-        attn_res.attn_res,
-        pseudo_query=query,
-        key_scale=scale,
-        eps=eps,
-        implementation=self.config.attn_res_implementation,
-    )
     sources = (*bank,) if prefix is None else (*bank, prefix)
+    use_last = None if first is None else ~first
     # The first layer has the embedding alone: nothing to weigh.
     mixed = sources[0]
     if len(sources) > 1:
-      mixed = mix(sources)
-    if first is not None:
-      mixed = jnp.where(first, mix(tuple(bank)), mixed)
+      mixed = attn_res.attn_res(
+          sources,
+          query,
+          scale,
+          use_last=use_last,
+          eps=eps,
+          implementation=self.config.attn_res_implementation,
+      )
     if stats.wanted(self, "depth_stats"):
-      use_prefix = None if first is None else ~first
-      weights = depth_weights(sources, query, scale, use_prefix, eps=eps)
+      weights = depth_weights(sources, query, scale, use_last, eps=eps)
       stats.sow(self, "depth_stats", "weights", weights)
     return mixed
 

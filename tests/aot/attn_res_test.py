@@ -29,15 +29,18 @@ class AttnResResourcesTest(parameterized.TestCase):
   )
   def test_forward_and_backward_do_not_spill(self, num_sources, width, dtype):
 
-    def forward_and_backward(sources, query, scale, cotangent):
-      mix = functools.partial(attn_res.attn_res, implementation="mosaic_gpu")
+    def forward_and_backward(sources, query, scale, cotangent, use_last):
+      mix = functools.partial(
+          attn_res.attn_res, use_last=use_last, implementation="mosaic_gpu"
+      )
       out, pull = jax.vjp(mix, sources, query, scale)
       return out, pull(cotangent)
 
     rows = jax.ShapeDtypeStruct((_TOKENS, width), dtype)
     vector = jax.ShapeDtypeStruct((width,), jnp.float32)
+    flag = jax.ShapeDtypeStruct((), jnp.bool)
     compiled, kernels = aot.kernel_resources(
-        forward_and_backward, (rows,) * num_sources, vector, vector, rows
+        forward_and_backward, (rows,) * num_sources, vector, vector, rows, flag
     )
     self.assertLen(kernels, 2)
     for kernel in kernels:

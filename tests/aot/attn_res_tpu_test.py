@@ -3,6 +3,8 @@
 A kernel over its VMEM does not compile.
 """
 
+import functools
+
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
@@ -14,9 +16,10 @@ from pallas_kernels import attn_res
 _TOKENS = 1000  # no whole number of tiles
 
 
-def _forward_and_backward(sources, query, scale, cotangent):
+def _forward_and_backward(sources, query, scale, cotangent, use_last):
   """The best implementation for the device, whatever it is."""
-  out, pull = jax.vjp(attn_res.attn_res, sources, query, scale)
+  mix = functools.partial(attn_res.attn_res, use_last=use_last)
+  out, pull = jax.vjp(mix, sources, query, scale)
   return out, pull(cotangent)
 
 
@@ -42,6 +45,7 @@ class AttnResTpuTest(parameterized.TestCase):
         vector,
         vector,
         rows,
+        jax.ShapeDtypeStruct((), jnp.bool),
         target=target,
     )
     text = compiled.as_text()

@@ -1,5 +1,7 @@
 """Attention residuals: against float64, two phases, and what must not change."""
 
+import functools
+
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
@@ -184,6 +186,25 @@ class AttnResTest(parameterized.TestCase):
         _mix(sources, pseudo_query, key_scale),
         "fp32",
     )
+
+  @parameterized.parameters(False, True)
+  def test_the_last_source_can_be_left_out(self, use_last):
+    sources, query, scale, cotangent = _inputs(3, 16)
+    expected = _actual(sources[: 2 + use_last], query, scale, cotangent)
+
+    @jax.jit
+    def actual(use_last):
+      mix = functools.partial(attn_res.attn_res, use_last=use_last)
+      out, pull = jax.vjp(mix, tuple(sources), query, scale)
+      return out, *pull(cotangent)
+
+    out, d_sources, *d_vectors = actual(jnp.bool(use_last))
+    testing.assert_close(out, expected[0], "fp32")
+    kept = jnp.stack(d_sources[: 2 + use_last])
+    for got, want in zip((kept, *d_vectors), expected[1:], strict=True):
+      testing.assert_close(got, want, "fp32 gradient")
+    if not use_last:
+      testing.assert_same(d_sources[2], np.zeros_like(sources[2]))
 
   def test_scaling_every_source_scales_the_mix(self):
     # Keys are normalised, values are not.

@@ -34,9 +34,9 @@ def _reference_with_gradients(sources, query, cotangent):
 
 class MosaicGpuTest(parameterized.TestCase):
 
-  def run_without_races(self, sources, query, cotangent):
+  def run_without_races(self, sources, query, cotangent, use_last=None):
     out, pull = jax.vjp(
-        lambda *x: mosaic_gpu.mix(_EPS, *x, interpret=_INTERPRET),
+        lambda *x: mosaic_gpu.mix(_EPS, *x, use_last, interpret=_INTERPRET),
         sources,
         query,
     )
@@ -85,6 +85,17 @@ class MosaicGpuTest(parameterized.TestCase):
     testing.assert_same(out, sources[0])
     testing.assert_same(d_sources[0], cotangent)
     testing.assert_same(d_query, np.zeros(128, np.float32))
+
+  def test_a_source_that_is_left_out_changes_nothing(self):
+    sources, query, cotangent = _inputs(3, 3, 128, jnp.float32)
+    out, d_sources, d_query = self.run_without_races(
+        tuple(sources), query, cotangent, jnp.bool(False)
+    )
+    expected = _reference_with_gradients(sources[:2], query, cotangent)
+    testing.assert_close(out, expected[0], "fp32")
+    testing.assert_close(d_sources[:2], expected[1], "fp32 gradient")
+    testing.assert_close(d_query, expected[2], "fp32 gradient")
+    testing.assert_same(d_sources[2], np.zeros((3, 128), np.float32))
 
   @parameterized.parameters(
       (33, 128, jnp.float32, "33 sources"),

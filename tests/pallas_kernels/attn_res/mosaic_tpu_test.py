@@ -59,6 +59,23 @@ class MosaicTpuTest(parameterized.TestCase):
       gradient = "" if name == "mix" else " gradient"
       testing.assert_close(a, b, kind + gradient, name)
 
+  def test_a_source_that_is_left_out_changes_nothing(self):
+    sources, query, cotangent = _inputs(3, 5, 128, jnp.float32)
+    left_out = jnp.bool(False)
+    actual = _with_gradients(
+        lambda *x: mosaic_tpu.mix(_EPS, *x, left_out, interpret=True),
+        tuple(sources),
+        query,
+        cotangent,
+    )
+    expected = _with_gradients(
+        lambda *x: reference.mix(_EPS, *x), tuple(sources[:2]), query, cotangent
+    )
+    testing.assert_close(actual[0], expected[0], "fp32")
+    testing.assert_close(actual[1][:2], expected[1], "fp32 gradient")
+    testing.assert_close(actual[2], expected[2], "fp32 gradient")
+    testing.assert_same(actual[1][2], np.zeros((5, 128), np.float32))
+
   @parameterized.parameters(
       (33, 128, jnp.float32, "33 sources"),
       (2, 8320, jnp.bfloat16, "width 8320"),
