@@ -407,7 +407,8 @@ def _run_forward(call, sources, query, flag):
       "attn_res_forward",
       (*map(parts, sources), parts(query), *flags),
   )
-  return _whole(plan, mixed), scalars
+  # Without it XLA writes fp32 copies for a norm that follows (jax 0.11.2).
+  return lax.optimization_barrier(_whole(plan, mixed)), scalars
 
 
 @functools.partial(jax.jit, static_argnums=0)
