@@ -5,8 +5,9 @@
 Checks output and gradients against float64 and past 2^31 elements, and stops
 if they are wrong. Then times 9 sources x 16,384 tokens x 4,096, forward and
 forward+backward (which returns the output too): ours and the reference in this
-process, fla (optional; it tunes itself for a minute or two) in another. The
-floor is the bytes that must move over the rate of a device copy.
+process, fla (optional; it tunes itself for a minute or two) in another; and the
+norm of the mix, by the same kernels or by XLA after them. The floor is the
+bytes that must move over the rate of a device copy.
 """
 
 import concurrent.futures
@@ -35,16 +36,20 @@ _CALLS = flags.DEFINE_integer("calls", 20, "Calls of a group, back to back.")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 _IN_TORCH = flags.DEFINE_bool("in_torch", False, "Internal: fla's process.")
 
-_CASES = (  # sources, width, dtype
-    (1, 4096, "bfloat16"),
-    (2, 1000, "bfloat16"),
-    (9, 4096, "bfloat16"),
-    (9, 7168, "bfloat16"),
-    (32, 7168, "bfloat16"),
-    (1, 1000, "float32"),
-    (2, 7168, "float32"),
-    (9, 1000, "float32"),
-    (32, 4096, "float32"),
+_CASES = (  # sources, width, dtype, whether normed, whether the last counts
+    (1, 4096, "bfloat16", False, None),
+    (2, 1000, "bfloat16", False, None),
+    (9, 4096, "bfloat16", False, None),
+    (9, 7168, "bfloat16", False, None),
+    (32, 7168, "bfloat16", False, None),
+    (1, 1000, "float32", False, None),
+    (2, 7168, "float32", False, None),
+    (9, 1000, "float32", False, None),
+    (32, 4096, "float32", False, None),
+    (3, 2048, "bfloat16", True, False),
+    (3, 2048, "float32", True, True),
+    (3, 4096, "float32", True, None),
+    (9, 7168, "bfloat16", True, None),
 )
 _CHECK_TOKENS = 1601  # several for each block, and not a multiple of anything
 _EPS = 1e-6
@@ -52,24 +57,50 @@ _EPS = 1e-6
 _LIMITS = {"bfloat16": (5e-3, 1e-2), "float32": (1e-5, 1e-4)}
 
 
-def _mix(implementation):
-  return functools.partial(attn_res.attn_res, implementation=implementation)
+def _mix(implementation, normed=False, use_last=None):
+
+  def mix(sources, query, scale, gain):
+    return attn_res.attn_res(
+        sources,
+        query,
+        scale,
+        use_last=None if use_last is None else jnp.bool(use_last),
+        norm_scale=gain if normed else None,
+        eps=_EPS,
+        implementation=implementation,
+    )
+
+  return mix
+
+
+def _mix_then_norm(*arguments):
+  return _rms_norm(_mix("mosaic_gpu")(*arguments), arguments[-1])
 
 
 def _with_gradients(mix):
 
-  def both(sources, query, scale, cotangent):
-    out, pull = jax.vjp(mix, sources, query, scale)
+  def both(sources, query, scale, gain, cotangent):
+    out, pull = jax.vjp(mix, sources, query, scale, gain)
     return out, *pull(cotangent)
 
   return both
 
 
-def _definition(sources, query, scale):
+def _definition(normed, use_last, sources, query, scale, gain):
   v = jnp.stack(sources)
   keys = v / jnp.sqrt(jnp.mean(v * v, axis=-1, keepdims=True) + _EPS)
-  weights = jax.nn.softmax(keys @ (scale * query), axis=0)
-  return jnp.sum(weights[..., None] * v, axis=0)
+  logits = keys @ (scale * query)
+  if use_last is False:
+    logits = logits.at[-1].set(-jnp.inf)
+  weights = jax.nn.softmax(logits, axis=0)
+  mixed = jnp.sum(weights[..., None] * v, axis=0)
+  return _rms_norm(mixed, gain) if normed else mixed
+
+
+def _rms_norm(x, gain):
+  wide = x.astype(gain.dtype)
+  square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+  return (gain * wide * jax.lax.rsqrt(square + _EPS)).astype(x.dtype)
 
 
 def _inputs(num_sources, tokens, width, dtype):
@@ -81,8 +112,8 @@ def _inputs(num_sources, tokens, width, dtype):
   )
   sources = tuple(draw(k, 3.0) for k in jax.random.split(keys[0], num_sources))
   query = jax.random.normal(keys[1], (width,)) / np.sqrt(width)
-  scale = 1.0 + 0.2 * jax.random.normal(keys[2], (width,))
-  return sources, query, scale, draw(keys[3], 1.0)
+  scale, gain = 1.0 + 0.2 * jax.random.normal(keys[2], (2, width))
+  return sources, query, scale, gain, draw(keys[3], 1.0)
 
 
 def _error(actual, expected):
@@ -92,26 +123,22 @@ def _error(actual, expected):
 
 
 def _check_case(case):
-  """Relative RMS errors of a case: output, d_sources, d_query, d_scale."""
-  num_sources, width, dtype = case
+  """Relative RMS errors: output, d_sources, and of the three vectors."""
+  num_sources, width, dtype, normed, use_last = case
   arrays = _inputs(num_sources, _CHECK_TOKENS, width, dtype)
-  out, d_sources, *d_vectors = jax.jit(_with_gradients(_mix("mosaic_gpu")))(
-      *arrays
-  )
+  mix = _mix("mosaic_gpu", normed, use_last)
+  out, d_sources, *d_vectors = jax.jit(_with_gradients(mix))(*arrays)
   with jax.enable_x64(True):
     wide = jax.tree.map(lambda x: x.astype(jnp.float64), arrays)
-    expected = jax.jit(_with_gradients(_definition))(*wide)
+    definition = functools.partial(_definition, normed, use_last)
+    expected = jax.jit(_with_gradients(definition))(*wide)
     expected = jax.tree.map(np.asarray, expected)
-  errors = [
+  # What is exactly zero has an absolute error.
+  return [
       _error(out, expected[0]),
       max(map(_error, d_sources, expected[1])),
+      *map(_error, d_vectors, expected[2:]),
   ]
-  for actual, exact in zip(d_vectors, expected[2:], strict=True):
-    if num_sources == 1:  # exactly zero: an absolute error
-      errors.append(float(np.max(np.abs(np.asarray(actual)))))
-    else:
-      errors.append(_error(actual, exact))
-  return errors
 
 
 def check():
@@ -137,16 +164,16 @@ def _check_far():
   """Largest error of the last rows of two sources of 2^31 + elements each."""
   width, last = 4096, 64
   tokens = 2**31 // width + last
-  sources, query, scale, cotangent = _inputs(2, tokens, width, "bfloat16")
-  arrays = sources, query, scale, cotangent
-  run = jax.jit(lambda *x: _with_gradients(_mix("mosaic_gpu"))(*x)[:2])
-  out, d_sources = run(*arrays)
-  ends = tuple(v[-last:] for v in sources)
-  expected = jax.jit(_with_gradients(_mix("reference")))(
-      ends, query, scale, cotangent[-last:]
-  )
-  pairs = zip((out, *d_sources), (expected[0], *expected[1]), strict=True)
-  return max(_error(a[-last:], e) for a, e in pairs)
+  arrays = _inputs(2, tokens, width, "bfloat16")
+  ends = jax.tree.map(lambda x: x[-last:] if x.ndim > 1 else x, arrays)
+  errors = []
+  for normed in (False, True):
+    both = jax.jit(_with_gradients(_mix("mosaic_gpu", normed)))
+    out, d_sources, *_ = both(*arrays)
+    expected = jax.jit(_with_gradients(_mix("reference", normed)))(*ends)
+    pairs = zip((out, *d_sources), (expected[0], *expected[1]), strict=True)
+    errors += [_error(a[-last:], e) for a, e in pairs]
+  return max(errors)
 
 
 def timed(call):
@@ -177,11 +204,15 @@ def _floors():
 def _time_ours():
   arrays = _inputs(_SOURCES.value, _TOKENS.value, _WIDTH.value, "bfloat16")
   rows = {}
-  for name in ("mosaic_gpu", "reference"):
-    mix = _mix(name)
+  for name, mix in (
+      ("mosaic_gpu", _mix("mosaic_gpu")),
+      ("reference", _mix("reference")),
+      ("normed", _mix("mosaic_gpu", normed=True)),
+      ("XLA's norm", _mix_then_norm),
+  ):
     rows[name] = {}
     for kind, fn, given in (
-        ("forward", mix, arrays[:3]),
+        ("forward", mix, arrays[:-1]),
         ("forward+backward", _with_gradients(mix), arrays),
     ):
       compiled = jax.jit(fn).lower(*given).compile()

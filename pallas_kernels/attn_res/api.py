@@ -20,6 +20,7 @@ def attn_res(
     key_scale: Float[Array, " d"],
     *,
     use_last: Bool[Array, ""] | None = None,
+    norm_scale: Float[Array, " d"] | None = None,
     eps: float = 1e-6,
     implementation: dispatch.Implementation = None,
 ) -> Float[Array, "... d"]:
@@ -37,13 +38,16 @@ def attn_res(
     use_last: where False, the last source has no weight and no gradient, but
       must be finite: layers that share one program need not all have it. None:
       it counts.
-    eps: added to the mean square under the root.
+    norm_scale: [D] the gain of an RMSNorm of h, norm_scale * h / rms(h), which
+      is returned in place of h; None: h.
+    eps: added to the mean squares under the roots.
     implementation: "mosaic_gpu" (Hopper) or "mosaic_tpu" (both bf16 or fp32,
       S <= 32, D <= 8192), "reference", a sequence of names tried in order, or
       None for the best on this device.
 
   Returns:
-    [..., D] in the sources' dtype; computed in fp32 and cast once.
+    [..., D] in the sources' dtype; computed in fp32 and cast once (twice with
+    a norm where no kernel fuses it).
 
   Raises:
     ValueError: no source, shapes or dtypes that do not fit together, or
@@ -57,11 +61,17 @@ def attn_res(
   _check_sources(sources, pseudo_query.shape)
   if use_last is not None and len(sources) < 2:
     raise ValueError("use_last needs a source beside the last")
+  if norm_scale is not None and norm_scale.shape != pseudo_query.shape:
+    raise ValueError(
+        f"norm_scale {norm_scale.shape} differs from pseudo_query"
+        f" {pseudo_query.shape}"
+    )
   query = _query(pseudo_query, key_scale)
+  arguments = eps, sources, query, use_last, norm_scale
   candidates = {
-      "mosaic_gpu": lambda: mosaic_gpu.mix(eps, sources, query, use_last),
-      "mosaic_tpu": lambda: mosaic_tpu.mix(eps, sources, query, use_last),
-      "reference": lambda: reference.mix(eps, sources, query, use_last),
+      "mosaic_gpu": lambda: mosaic_gpu.mix(*arguments),
+      "mosaic_tpu": lambda: mosaic_tpu.mix(*arguments),
+      "reference": lambda: reference.normed_mix(*arguments),
   }
   return dispatch.run("attn_res", candidates, implementation)
 

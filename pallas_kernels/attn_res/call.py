@@ -25,6 +25,7 @@ class Call:
     width: D as the caller knows it.
     padded: D in memory, a multiple of 128.
     dtype: of sources and output.
+    normed: whether the mix is normed.
     eps: added to the mean square.
     interpret: how the kernel is interpreted, or None on the device.
   """
@@ -35,6 +36,7 @@ class Call:
   width: int
   padded: int
   dtype: jnp.dtype
+  normed: bool
   eps: float
   interpret: Any
 
@@ -58,19 +60,21 @@ def by_rows(
     sources: tuple[Float[Array, "... D"], ...] | Float[Array, "S ... D"],
     query: Float[Array, " D"],
     use_last: Bool[Array, ""] | None,
+    norm_scale: Float[Array, " D"] | None = None,
     *,
     unit: int,
     **options: Any,
 ) -> Float[Array, "... D"]:
-  """Calls mix(call, operands, query, flag) on rows of multiples of `unit`.
+  """Calls a kernel on rows of whole multiples of `unit` columns.
 
   Args:
-    mix: the kernel; operands are S arrays [N, D], or one [S, N, D]; flag is
-      use_last as int32 [1], or None.
+    mix: the kernel, of (call, operands, query, flag, gain): S arrays [N, D] or
+      one [S, N, D], fp32 [D], int32 [1] or None, fp32 [D] or None.
     make: Call, or a class of the device's that extends it.
     sources: of `reference.mix`.
     query: likewise.
     use_last: likewise.
+    norm_scale: likewise.
     unit: columns; other widths are padded, at the cost of a copy.
     **options: further fields of the call.
   """
@@ -79,9 +83,11 @@ def by_rows(
   stacked = not isinstance(sources, tuple)
   padding = -width % unit
 
-  def rows(x):
-    x = x.reshape(*x.shape[: int(stacked)], -1, width)
+  def pad(x):
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, padding),))
+
+  def rows(x):
+    return pad(x.reshape(*x.shape[: int(stacked)], -1, width))
 
   call = make(
       num_sources=len(sources),
@@ -90,11 +96,14 @@ def by_rows(
       width=width,
       padded=width + padding,
       dtype=jnp.dtype(first.dtype),
+      normed=norm_scale is not None,
       **options,
   )
   operands = (rows(sources),) if stacked else tuple(map(rows, sources))
-  flag = None
+  flag = gain = None
   if use_last is not None:
     flag = jnp.reshape(use_last, 1).astype(jnp.int32)
-  mixed = mix(call, operands, jnp.pad(query, (0, padding)), flag)
+  if norm_scale is not None:
+    gain = pad(norm_scale.astype(jnp.float32))
+  mixed = mix(call, operands, pad(query), flag, gain)
   return mixed[:, :width].reshape(first.shape)

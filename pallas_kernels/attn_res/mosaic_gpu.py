@@ -12,9 +12,17 @@ and `groups` tokens of a block are under way at once.
              there. Where S rows do not fit the ring they are read twice, the
              second time mostly from the L2 cache.
 
+With a norm of the mix, y = g rho h, rho = 1 / rms(h), the mix itself is never
+in memory. With A = g G, G the cotangent of y, backward has
+
+  sweep 1: A . v_i and h = sum_i p_i v_i;  sweep 1b: h . v_i;  thus A . h, h . h
+  H = rho A - rho^3 (A . h / D) h,  dg = rho h G,  and then as above with H
+  for G, where H . v_i = rho (A . v_i) - rho^3 (A . h / D) (h . v_i)
+
 Kept for the backward pass: the sources and, per token, [2, 32] fp32: s_i and
-r_i, in the letters of `reference`. The query's gradient is summed in registers
-over a block's tokens, then over blocks by XLA, always in the same order.
+r_i, in the letters of `reference`. The vectors' gradients are summed in
+registers over a block's tokens, then over blocks by XLA, always in the same
+order.
 """
 
 import dataclasses
@@ -40,6 +48,7 @@ _SHARED_BYTES = 227 * 1024
 _BARRIERS = 32  # of a kind
 _GROUPS_FORWARD, _GROUPS_BACKWARD = 4, 2
 _SPLIT_ABOVE = 4096  # columns; more than 32 a thread would spill
+_SPLIT_NORMED_ABOVE = 2048  # backward through the norm has twice the vectors
 
 
 def mix(
@@ -47,13 +56,15 @@ def mix(
     sources: tuple[Float[Array, "... D"], ...] | Float[Array, "S ... D"],
     query: Float[Array, " D"],
     use_last: Bool[Array, ""] | None = None,
+    norm_scale: Float[Array, " D"] | None = None,
     *,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Float[Array, "... D"]:
   """`reference.mix` on Hopper, with its gradients.
 
-  Widths that are no multiple of 128 (256 above 4096) are padded first, at the
-  cost of a copy.
+  Widths that are no multiple of 128 (256 above 4096, with a norm above 2048)
+  are padded first, at the cost of a copy. Where the sources do not fit the ring
+  XLA does the norm.
 
   Raises:
     NotImplementedError: a dtype, width, number of sources, device or mesh that
@@ -62,16 +73,21 @@ def mix(
   call_lib.check_served(sources)
   if interpret is None:
     dispatch.check_hopper()
-  return call_lib.by_rows(
+  normed = norm_scale is not None and _norm_fits(sources)
+  mixed = call_lib.by_rows(
       _mix,
       call_lib.Call,
       sources,
       query,
       use_last,
-      unit=_unit(sources[0].shape[-1]),
+      norm_scale if normed else None,
+      unit=_unit(sources[0].shape[-1], normed),
       eps=float(eps),
       interpret=interpret,
   )
+  if norm_scale is None or normed:
+    return mixed
+  return reference.rms_norm(eps, mixed, norm_scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,14 +153,33 @@ class _Plan:
     )
 
 
-def _split(width: int) -> int:
+def _split(width: int, normed_backward: bool = False) -> int:
   """Warpgroups per token."""
-  return 1 if width <= _SPLIT_ABOVE else 2
+  above = _SPLIT_NORMED_ABOVE if normed_backward else _SPLIT_ABOVE
+  return 1 if width <= above else 2
 
 
-def _unit(width: int) -> int:
+def _unit(width: int, normed: bool) -> int:
   """What a padded width is a multiple of: a column for each thread."""
-  return _WARPS * _LANES * _split(width)
+  return _WARPS * _LANES * _split(width, normed)
+
+
+def _norm_fits(sources) -> bool:
+  """Whether the backward pass can keep all rows of a token in its ring."""
+  unit = _unit(sources[0].shape[-1], True)
+  padded = -(-sources[0].shape[-1] // unit) * unit
+  row_bytes = padded * sources[0].dtype.itemsize
+  slots = _slots_backward(padded, row_bytes, True)
+  return slots(1) > len(sources) + 1
+
+
+def _slots_backward(padded, row_bytes, normed):
+  """A function: groups -> rows of each group's ring that there is space for."""
+  left = _SHARED_BYTES - 16 * 1024 - 4 * padded * normed
+  split = _split(padded, normed)
+  return lambda groups: min(
+      left // row_bytes // groups, _BARRIERS // (groups * split)
+  )
 
 
 def _plan_forward(call: call_lib.Call) -> _Plan:
@@ -153,7 +188,8 @@ def _plan_forward(call: call_lib.Call) -> _Plan:
   groups = _GROUPS_FORWARD // split
   if call.interpret is not None:  # threads are slow there
     groups = min(groups, 2)
-  left = _SHARED_BYTES // groups - 4096 // groups
+  gain_bytes = 4 * call.padded * call.normed
+  left = (_SHARED_BYTES - 4096 - gain_bytes) // groups
   slots = min(left // row_bytes - 1, 2 * call.num_sources + 2)
   slots = min(slots, _BARRIERS // (groups * split))
   if call.interpret is not None:
@@ -163,14 +199,10 @@ def _plan_forward(call: call_lib.Call) -> _Plan:
 
 def _plan_backward(call: call_lib.Call) -> _Plan:
   row_bytes = call.padded * call.dtype.itemsize
-  split = _split(call.padded)
+  split = _split(call.padded, call.normed)
   groups = _GROUPS_BACKWARD // split
   items = call.num_sources + 1
-  left = (_SHARED_BYTES - 16 * 1024) // row_bytes
-
-  def most(groups):
-    return min(left // groups, _BARRIERS // (groups * split))
-
+  most = _slots_backward(call.padded, row_bytes, call.normed)
   if most(groups) < items + 2:
     groups = 1
   slots = most(groups)
@@ -237,6 +269,34 @@ class _Ring:
   def load(self, q):
     plgpu.barrier_wait(self.barrier(q))
     return plgpu.load(self.slot(q), layout=self.plan.layout, optimized=False)
+
+
+class _Norm:
+  """The norm's gain, in shared memory for all token groups of a block."""
+
+  def __init__(self, plan, rows, source, *, gain, gain_loaded, squares=None):
+    self.squares = squares
+    self._plan, self._gain = plan, gain.at[rows.part]
+    barrier = gain_loaded.at[rows.part]
+
+    @pl.when(rows.group == 0)
+    def _():
+      _copy_in(source.at[rows.part], self._gain, barrier)
+
+    plgpu.barrier_wait(barrier)
+
+  def gain(self):
+    return plgpu.load(self._gain, layout=self._plan.layout, optimized=False)
+
+  @staticmethod
+  def scratch(plan):
+    if not plan.call.normed:
+      return {}
+    return dict(
+        gain=plgpu.SMEM((plan.split, *plan.row), jnp.float32),
+        gain_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=plan.split),
+        squares=plgpu.SMEM((plan.groups, plan.split, _WARPS), jnp.float32),
+    )
 
 
 def _copy_in(source, target, barrier):
@@ -315,14 +375,19 @@ def _whole(plan, x):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run_forward(call, sources, query, flag):
-  """Returns h [N, D] and s_i and r_i, the scalars [N, 2, 32]."""
+def _run_forward(call, sources, query, flag, gain):
+  """Returns h or y [N, D] and s_i and r_i, the scalars [N, 2, 32]."""
   plan = _plan_forward(call)
   num_refs = len(sources)
-  flags = () if flag is None else (flag,)
+  flags_given = () if flag is None else (flag,)
+  gains = (_parts(plan, gain),) if call.normed else ()
 
-  def body(*refs, ring, loaded, staged, kept, sums, meeting=None):
-    sources, (query, *flags, out, scalars) = refs[:num_refs], refs[num_refs:]
+  def body(
+      *refs, ring, loaded, staged, kept, sums, meeting=None, **of_norm
+  ):
+    sources, refs = refs[:num_refs], refs[num_refs:]
+    query, *refs, out, scalars = refs
+    flags, gains = refs[: len(flags_given)], refs[len(flags_given) :]
 
     def copies(i, k, token, part, target, barrier):
       del k
@@ -338,6 +403,7 @@ def _run_forward(call, sources, query, flag):
     group, part = rows.group, rows.part
     u = plgpu.load(query.at[part], layout=plan.layout, optimized=False)
     flags = [ref[0] for ref in flags]
+    norm = _Norm(plan, rows, *gains, **of_norm) if call.normed else None
     staged, kept, sums = staged.at[rows.thread], kept.at[group], sums.at[group]
 
     @pl.loop(0, rows.count)
@@ -371,9 +437,16 @@ def _run_forward(call, sources, query, flag):
 
       start = jnp.float32(-jnp.inf), jnp.float32(0.0), _zeros(plan)
       _, total, mixed = lax.fori_loop(0, call.num_sources, one, start)
+      mixed = mixed * (1.0 / total)
+      if call.normed:
+        squares = norm.squares.at[group]
+        squares.at[part][...] = jnp.sum(mixed * mixed, axis=1)
+        _meet(plan, meeting, group)
+        square = _add_up(squares, plan.split) / call.width
+        mixed = mixed * lax.rsqrt(square + call.eps) * norm.gain()
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
       plgpu.commit_smem()  # the wait was one thread's
-      staged[...] = (mixed * (1.0 / total)).astype(call.dtype)
+      staged[...] = mixed.astype(call.dtype)
       plgpu.commit_smem()
       token = rows.token(k)
       plgpu.copy_smem_to_gmem(staged, out.at[token, part], commit_group=False)
@@ -392,6 +465,7 @@ def _run_forward(call, sources, query, flag):
       staged=plgpu.SMEM((plan.threads, *plan.row), call.dtype),
       kept=plgpu.SMEM((plan.groups, 2, 2, call_lib.MAX_SOURCES), jnp.float32),
       sums=plgpu.SMEM((plan.groups, 2, 2, plan.split, _WARPS), jnp.float32),
+      **_Norm.scratch(plan),
   )
   tokens = call.tokens
   out_type = [
@@ -405,23 +479,30 @@ def _run_forward(call, sources, query, flag):
       out_type,
       scratch,
       "attn_res_forward",
-      (*map(parts, sources), parts(query), *flags),
+      (*map(parts, sources), parts(query), *flags_given, *gains),
   )
   # Without it XLA writes fp32 copies for a norm that follows (jax 0.11.2).
   return lax.optimization_barrier(_whole(plan, mixed)), scalars
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run_backward(call, sources, query, scalars, d_mixed):
-  """Returns dv_i, like the sources, and du [D] fp32."""
+def _run_backward(call, sources, query, scalars, gain, d_mixed):
+  """Returns dv_i, like the sources, du [D] fp32 and dg [D] fp32 or None."""
   plan = _plan_backward(call)
   num_refs, num_sources = len(sources), call.num_sources
   twice = plan.items > num_sources + 1
   ahead = plan.slots // plan.items + 2  # tokens whose scalars are on the way
 
-  def body(*refs, ring, loaded, kept, kept_loaded, sums, shares, meeting=None):
+  gains = (_parts(plan, gain),) if call.normed else ()
+
+  def body(
+      *refs, ring, loaded, kept, kept_loaded, sums, shares, meeting=None,
+      **of_norm,
+  ):  # fmt: skip
     sources, refs = refs[:num_refs], refs[num_refs:]
-    query, scalars, d_mixed, *d_sources, d_query = refs
+    query, scalars, d_mixed, *refs = refs
+    gains, refs = refs[: call.normed], refs[call.normed :]
+    d_sources, d_vectors = refs[:num_refs], refs[num_refs:]
 
     def copies(item, k, token, part, target, barrier):
       @pl.when(item == 0)
@@ -450,8 +531,9 @@ def _run_backward(call, sources, query, scalars, d_mixed):
     group, part = rows.group, rows.part
     shares, sums = shares.at[thread], sums.at[group]
     u = plgpu.load(query.at[part], layout=plan.layout, optimized=False)
+    norm = _Norm(plan, rows, *gains, **of_norm) if call.normed else None
 
-    def one(k, d_query):
+    def one(k, totals):
       first = k * plan.items
       second = first + 1 + (num_sources if twice else 0)
       here = sums.at[lax.rem(k, 2)]
@@ -465,21 +547,41 @@ def _run_backward(call, sources, query, scalars, d_mixed):
         rows.fetch(first - 1 + plan.slots)
 
       rows.fetch(first + plan.slots)
+      kept_here, kept_ready = scalars_of(k)
+      plgpu.barrier_wait(kept_ready)
+      warps = pl.ds(part * _WARPS, _WARPS)
+      gradient = cotangent.astype(jnp.float32)
+      if call.normed:
+        shares.at[0][...] = _softmax(plan, kept_here)[0]
+        plgpu.commit_smem()
+        gradient = gradient * norm.gain()
 
-      @pl.loop(0, num_sources)
-      def _(i):
+      def dot(i, mixed):
         v = rows.load(first + 1 + i).astype(jnp.float32)
-        along = jnp.sum(v * cotangent.astype(jnp.float32), axis=1)
-        here.at[i, pl.ds(part * _WARPS, _WARPS)][...] = along
+        here.at[0, i, warps][...] = jnp.sum(v * gradient, axis=1)
         if twice:
           plgpu.commit_smem()
           rows.fetch(first + 1 + i + plan.slots)
+        return mixed + v * shares[0, i] if call.normed else mixed
+
+      mixed = _zeros(plan) if call.normed else 0
+      mixed = lax.fori_loop(0, num_sources, dot, mixed)
+      if call.normed:
+
+        @pl.loop(0, num_sources)
+        def _(i):
+          slot = rows.slot(first + 1 + i)
+          v = plgpu.load(slot, layout=plan.layout, optimized=False)
+          along = jnp.sum(v.astype(jnp.float32) * mixed, axis=1)
+          here.at[1, i, warps][...] = along
 
       _meet(plan, meeting, group)
-      kept_here, kept_ready = scalars_of(k)
-      plgpu.barrier_wait(kept_ready)
-      _depth_gradient(plan, here, kept_here, shares)
+      scale, bend = _depth_gradient(plan, here, kept_here, shares)
       plgpu.commit_smem()
+      if call.normed:
+        d_gain = cotangent.astype(jnp.float32) * mixed * scale
+        totals = totals[0], totals[1] + d_gain
+        gradient = gradient * scale - mixed * bend
 
       def give(i, d_query):
         q = second + i
@@ -489,7 +591,7 @@ def _run_backward(call, sources, query, scalars, d_mixed):
         v = plgpu.load(slot, layout=plan.layout, optimized=False)
         v = v.astype(jnp.float32)
         weight, scaled, back = (shares[j, i] for j in range(3))
-        d_source = cotangent.astype(jnp.float32) * weight + u * scaled
+        d_source = gradient * weight + u * scaled
         slot[...] = (d_source - v * back).astype(call.dtype)
         plgpu.commit_smem()
         token = rows.token(k)
@@ -507,10 +609,13 @@ def _run_backward(call, sources, query, scalars, d_mixed):
 
         return d_query + v * scaled
 
-      return lax.fori_loop(0, num_sources, give, d_query)
+      d_query = lax.fori_loop(0, num_sources, give, totals[0])
+      return d_query, *totals[1:]
 
-    total = lax.fori_loop(0, rows.count, one, _zeros(plan))
-    d_query.at[rows.first, part][...] = total
+    totals = tuple(_zeros(plan) for _ in d_vectors)
+    totals = lax.fori_loop(0, rows.count, one, totals)
+    for d_vector, total in zip(d_vectors, totals, strict=True):
+      d_vector.at[rows.first, part][...] = total
     plgpu.wait_smem_to_gmem(0)
 
   warps = _WARPS * plan.split
@@ -522,66 +627,94 @@ def _run_backward(call, sources, query, scalars, d_mixed):
           num_arrivals=1, num_barriers=plan.threads * ahead
       ),
       sums=plgpu.SMEM(
-          (plan.groups, 2, call_lib.MAX_SOURCES, warps), jnp.float32
+          (plan.groups, 2, 1 + call.normed, call_lib.MAX_SOURCES, warps),
+          jnp.float32,
       ),
       shares=plgpu.SMEM((plan.threads, 3, call_lib.MAX_SOURCES), jnp.float32),
+      **_Norm.scratch(plan),
   )
   parts = functools.partial(_parts, plan)
   sources = tuple(map(parts, sources))
   out_type = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in sources]
-  out_type.append(
-      jax.ShapeDtypeStruct(
-          (plan.blocks * plan.groups, plan.split, *plan.row), jnp.float32
-      )
-  )
-  *d_sources, d_query = _launch(
+  by_group = (plan.blocks * plan.groups, plan.split, *plan.row)
+  d_vector = jax.ShapeDtypeStruct(by_group, jnp.float32)
+  results = _launch(
       plan,
       body,
-      out_type,
+      [*out_type, *(d_vector,) * (1 + call.normed)],
       scratch,
       "attn_res_backward",
-      (*sources, parts(query), scalars, parts(d_mixed)),
+      (*sources, parts(query), scalars, parts(d_mixed), *gains),
   )
-  whole = functools.partial(_whole, plan)
-  return tuple(map(whole, d_sources)), jnp.sum(whole(d_query), axis=0)
+  results = [_whole(plan, x) for x in results]
+  d_query, *d_gain = (jnp.sum(x, axis=0) for x in results[num_refs:])
+  return tuple(results[:num_refs]), d_query, *(d_gain or (None,))
 
 
-def _depth_gradient(plan, along, kept, shares):
-  """Writes [p_i, ds_i r_i, ds_i s_i r_i^2 / D], a lane per source."""
-  by_source = plan.by_source
-  scalar = by_source.reduce((1,))
-  along = plgpu.load(along, layout=by_source, optimized=False)
-  along = jnp.sum(along, axis=1)
-  logit = plgpu.load(kept.at[0], layout=scalar, optimized=False)
-  inverse_rms = plgpu.load(kept.at[1], layout=scalar, optimized=False)
+def _softmax(plan, kept):
+  """p_i, s_i and r_i, a lane per source; p_i is 0 where there is none."""
+  scalar = plan.by_source.reduce((1,))
+  logit, inverse_rms = (
+      plgpu.load(kept.at[j], layout=scalar, optimized=False) for j in range(2)
+  )
   index = plgpu.broadcasted_iota(
       jnp.int32, (call_lib.MAX_SOURCES,), 0, layout=scalar
   )
   real = index < plan.call.num_sources
   logit = jnp.where(real, logit, -jnp.inf)
   weight = jnp.exp(logit - jnp.max(logit, axis=0))
-  weight = weight / jnp.sum(weight, axis=0)
-  mean = jnp.sum(jnp.where(real, weight * along, 0.0), axis=0)
-  scaled = weight * (along - mean) * inverse_rms
+  return weight / jnp.sum(weight, axis=0), logit, inverse_rms, real
+
+
+def _depth_gradient(plan, dots, kept, shares):
+  """Writes [p_i, ds_i r_i, ds_i s_i r_i^2 / D], a lane per source.
+
+  Args:
+    plan: of the backward pass.
+    dots: [1 or 2, 32, warps] A . v_i and, with a norm, h . v_i.
+    kept: [2, 32] s_i and r_i.
+    shares: [3, 32] where to write.
+
+  Returns:
+    rho and rho^3 (A . h) / D, or None twice without a norm.
+  """
+  call = plan.call
+  weight, logit, inverse_rms, real = _softmax(plan, kept)
+
+  def along(ref):
+    parts = plgpu.load(ref, layout=plan.by_source, optimized=False)
+    # Lanes without a source read memory that nobody wrote.
+    return jnp.where(real, jnp.sum(parts, axis=1), 0.0)
+
+  towards, scale, bend = along(dots.at[0]), None, None
+  if call.normed:
+    by_mix = along(dots.at[1])
+    square = jnp.sum(weight * by_mix, axis=0) / call.width
+    scale = lax.rsqrt(square + call.eps)
+    bend = jnp.sum(weight * towards, axis=0) / call.width
+    bend = bend * scale * scale * scale
+    towards = towards * scale - by_mix * bend
+  mean = jnp.sum(weight * towards, axis=0)
+  scaled = weight * (towards - mean) * inverse_rms
   shares.at[0][...] = weight
   shares.at[1][...] = scaled
-  shares.at[2][...] = scaled * logit * inverse_rms * (1.0 / plan.call.width)
+  shares.at[2][...] = scaled * logit * inverse_rms * (1.0 / call.width)
+  return scale, bend
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mix(call, sources, query, flag):
-  return _run_forward(call, sources, query, flag)[0]
+def _mix(call, sources, query, flag, gain):
+  return _run_forward(call, sources, query, flag, gain)[0]
 
 
-def _mix_forward(call, sources, query, flag):
-  mixed, scalars = _run_forward(call, sources, query, flag)
-  return mixed, (sources, query, scalars)
+def _mix_forward(call, sources, query, flag, gain):
+  mixed, scalars = _run_forward(call, sources, query, flag, gain)
+  return mixed, (sources, query, scalars, gain)
 
 
 def _mix_backward(call, residuals, d_mixed):
-  sources, query, scalars = residuals
-  d_sources, d_query = _run_backward(call, sources, query, scalars, d_mixed)
-  return d_sources, d_query, None
+  d_sources, d_query, d_gain = _run_backward(call, *residuals, d_mixed)
+  return d_sources, d_query, None, d_gain
 
 
 _mix.defvjp(_mix_forward, _mix_backward)

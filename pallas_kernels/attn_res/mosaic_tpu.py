@@ -38,12 +38,14 @@ def mix(
     sources: tuple[Float[Array, "... D"], ...] | Float[Array, "S ... D"],
     query: Float[Array, " D"],
     use_last: Bool[Array, ""] | None = None,
+    norm_scale: Float[Array, " D"] | None = None,
     *,
     interpret: Interpret = None,
 ) -> Float[Array, "... D"]:
   """`reference.mix` on a TPU, with its gradients.
 
   Widths that are no multiple of 128 are padded first, at the cost of a copy.
+  A norm is XLA's.
 
   Raises:
     NotImplementedError: a dtype, width, number of sources, device or mesh that
@@ -52,7 +54,7 @@ def mix(
   call_lib.check_served(sources)
   if interpret is None:
     dispatch.check_tpu()
-  return call_lib.by_rows(
+  mixed = call_lib.by_rows(
       _mix,
       _Call,
       sources,
@@ -62,6 +64,9 @@ def mix(
       eps=float(eps),
       interpret=interpret,
   )
+  if norm_scale is None:
+    return mixed
+  return reference.rms_norm(eps, mixed, norm_scale)
 
 
 class _Call(call_lib.Call):
@@ -285,11 +290,13 @@ def _in_lanes(zeros, logits, inverse_rms):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mix(call, sources, query, flag):
+def _mix(call, sources, query, flag, gain):
+  del gain  # XLA does the norm
   return _run_forward(call, sources, query, flag)[0]
 
 
-def _mix_forward(call, sources, query, flag):
+def _mix_forward(call, sources, query, flag, gain):
+  del gain
   mixed, scalars = _run_forward(call, sources, query, flag)
   return mixed, (sources, query, scalars)
 
@@ -297,7 +304,7 @@ def _mix_forward(call, sources, query, flag):
 def _mix_backward(call, residuals, d_mixed):
   sources, query, scalars = residuals
   d_sources, d_query = _run_backward(call, sources, query, scalars, d_mixed)
-  return d_sources, d_query, None
+  return d_sources, d_query, None, None
 
 
 _mix.defvjp(_mix_forward, _mix_backward)

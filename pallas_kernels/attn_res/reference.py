@@ -26,6 +26,19 @@ _einsum = functools.partial(
 EXCLUDED = float(jnp.finfo(jnp.float32).min)
 
 
+def normed_mix(eps, sources, query, use_last=None, norm_scale=None):
+  """`mix`, then `rms_norm` if there is a scale."""
+  mixed = mix(eps, sources, query, use_last)
+  return mixed if norm_scale is None else rms_norm(eps, mixed, norm_scale)
+
+
+def rms_norm(eps, x, scale):
+  """scale * x / rms(x) over the last axis, in fp32 and cast once."""
+  wide = x.astype(jnp.float32)
+  gain = jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))
+  return (wide * _inverse_rms(x, eps)[..., None] * gain).astype(x.dtype)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def mix(eps, sources, query, use_last=None):
   """Mixes the sources by one query.
@@ -43,6 +56,12 @@ def mix(eps, sources, query, use_last=None):
 
 
 def _mix_forward(eps, sources, query, use_last):
+  if isinstance(sources, tuple):
+    # With the layer's own query a barrier keeps the sources, of a scan over
+    # layers the same in each, from being cast to fp32 in memory before it.
+    *bank, last = sources
+    bank, query = jax.lax.optimization_barrier((bank, query))
+    sources = (*bank, last)
   inverse_rms = _each(lambda v: _inverse_rms(v, eps), sources)
   logits = _each(lambda v: _dot(v, query), sources) * inverse_rms
   if use_last is not None:

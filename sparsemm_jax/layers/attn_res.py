@@ -33,6 +33,7 @@ class DepthMix(nn.Module):
       bank: Sequence[Float[Array, "b t d"]],
       prefix: Float[Array, "b t d"] | None,
       first: Bool[Array, ""] | None = None,
+      norm_scale: Float[Array, " d"] | None = None,
   ) -> Float[Array, "b t d"]:
     """Mixes the sources.
 
@@ -41,9 +42,11 @@ class DepthMix(nn.Module):
       prefix: [B, T, D], or None where the block has none yet.
       first: where traced layers share this code, True in the layer whose
         prefix does not exist yet (zeros stand for it); None: it counts.
+      norm_scale: [D] of an RMSNorm of the mix, where only that is wanted: one
+        kernel does both.
 
     Returns:
-      [B, T, D].
+      [B, T, D], the mix or its norm.
     """
     dim = self.config.d_model
     dtype = jnp.dtype(self.config.param_dtype)
@@ -57,17 +60,21 @@ class DepthMix(nn.Module):
     eps = self.config.norm_eps
     sources = (*bank,) if prefix is None else (*bank, prefix)
     use_last = None if first is None else ~first
-    # The first layer has the embedding alone: nothing to weigh.
-    mixed = sources[0]
     if len(sources) > 1:
       mixed = attn_res.attn_res(
           sources,
           query,
           scale,
           use_last=use_last,
+          norm_scale=norm_scale,
           eps=eps,
           implementation=self.config.attn_res_implementation,
       )
+    else:  # the first layer has the embedding alone: nothing to weigh
+      (mixed,) = sources
+      if norm_scale is not None:
+        normed = norms.rms_norm(mixed, norm_scale, eps=eps)
+        mixed = normed.astype(mixed.dtype)
     if stats.wanted(self, "depth_stats"):
       weights = depth_weights(sources, query, scale, use_last, eps=eps)
       stats.sow(self, "depth_stats", "weights", weights)

@@ -41,12 +41,8 @@ class RMSNorm(nn.Module):
   dim: int
   name_of_axis: str
 
-  @nn.compact
-  def __call__(
-      self, x: Float[Array, "... d"], dtype: str | None = None
-  ) -> Float[Array, "... d"]:
-    """[..., dim] -> [..., dim] in dtype, None: x.dtype."""
-    scale = self.param(
+  def setup(self):
+    self.scale = self.param(
         "scale",
         nn.with_logical_partitioning(
             nn.initializers.ones, (self.name_of_axis,)
@@ -54,5 +50,10 @@ class RMSNorm(nn.Module):
         (self.dim,),
         jnp.dtype(self.config.param_dtype),
     )
-    out = rms_norm(x, scale, eps=self.config.norm_eps)
+
+  def __call__(
+      self, x: Float[Array, "... d"], dtype: str | None = None
+  ) -> Float[Array, "... d"]:
+    """[..., dim] -> [..., dim] in dtype, None: x.dtype."""
+    out = rms_norm(x, self.scale, eps=self.config.norm_eps)
     return out.astype(dtype or x.dtype)

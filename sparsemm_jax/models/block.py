@@ -121,21 +121,22 @@ class TransformerBlock(nn.Module):
       The new prefix and the cache after these tokens.
     """
     config = self.config
-    width = config.d_model
 
-    def mix(name, prefix, first):
+    def normed_input(name, prefix, first):
+      norm = norms.RMSNorm(
+          config, config.d_model, "embed", name=f"{name}_norm"
+      )
       if bank is None:
-        return prefix
-      return attn_res.DepthMix(config, name=name)(bank, prefix, first)
+        return norm(prefix)
+      mix = attn_res.DepthMix(config, name=f"{name}_res")
+      return mix(bank, prefix, first, norm.scale)
 
     attention = mla.GatedMLA if self.spec.is_mla else kda.KimiDeltaAttention
-    x = mix("attn_res", prefix, first)
-    x = norms.RMSNorm(config, width, "embed", name="attn_norm")(x)
+    x = normed_input("attn", prefix, first)
     x, cache = attention(config, name="attn")(x, layout, cache)
     prefix = x if prefix is None else prefix + x
 
-    x = mix("mlp_res", prefix, None)
-    x = norms.RMSNorm(config, width, "embed", name="mlp_norm")(x)
+    x = normed_input("mlp", prefix, None)
     if self.spec.is_moe:
       x = moe.LatentMoE(config, name="moe")(x, layout)
     else:

@@ -22,18 +22,28 @@ class AttnResResourcesTest(parameterized.TestCase):
 
   # The last two read the sources twice in the backward pass, and pad.
   @parameterized.parameters(
-      (9, 4096, jnp.bfloat16),
-      (9, 7168, jnp.bfloat16),
-      (32, 7168, jnp.float32),
-      (2, 1000, jnp.bfloat16),
+      (9, 4096, jnp.bfloat16, False),
+      (9, 7168, jnp.bfloat16, True),
+      (3, 2048, jnp.bfloat16, True),
+      (3, 4096, jnp.bfloat16, True),
+      (32, 7168, jnp.float32, False),
+      (2, 1000, jnp.bfloat16, False),
   )
-  def test_forward_and_backward_do_not_spill(self, num_sources, width, dtype):
+  def test_forward_and_backward_do_not_spill(
+      self, num_sources, width, dtype, normed
+  ):
 
     def forward_and_backward(sources, query, scale, cotangent, use_last):
       mix = functools.partial(
           attn_res.attn_res, use_last=use_last, implementation="mosaic_gpu"
       )
-      out, pull = jax.vjp(mix, sources, query, scale)
+      if not normed:
+        out, pull = jax.vjp(mix, sources, query, scale)
+        return out, pull(cotangent)
+      out, pull = jax.vjp(
+          lambda v, w, k, g: mix(v, w, k, norm_scale=g),
+          sources, query, scale, scale,
+      )  # fmt: skip
       return out, pull(cotangent)
 
     rows = jax.ShapeDtypeStruct((_TOKENS, width), dtype)

@@ -1,5 +1,6 @@
 """The Hopper attention-residual kernels in the CPU interpreter."""
 
+import contextlib
 from unittest import mock
 
 from absl.testing import absltest
@@ -34,17 +35,23 @@ def _reference_with_gradients(sources, query, cotangent):
 
 class MosaicGpuTest(parameterized.TestCase):
 
-  def run_without_races(self, sources, query, cotangent, use_last=None):
+  def run_without_races(
+      self, sources, query, cotangent, use_last=None, norm_scale=None
+  ):
+    """Output and gradients; of norm_scale too if there is one."""
+    vectors = (query,) if norm_scale is None else (query, norm_scale)
     out, pull = jax.vjp(
-        lambda *x: mosaic_gpu.mix(_EPS, *x, use_last, interpret=_INTERPRET),
+        lambda v, u, *g: mosaic_gpu.mix(
+            _EPS, v, u, use_last, *g, interpret=_INTERPRET
+        ),
         sources,
-        query,
+        *vectors,
     )
     out.block_until_ready()  # the interpreter remembers its last kernel only
     self.assertFalse(gpu_callbacks.get_races().races_found)
-    d_sources, d_query = jax.block_until_ready(pull(cotangent))
+    d_sources, *d_vectors = jax.block_until_ready(pull(cotangent))
     self.assertFalse(gpu_callbacks.get_races().races_found)
-    return out, jnp.stack(tuple(d_sources)), d_query
+    return out, jnp.stack(tuple(d_sources)), *d_vectors
 
   def check(self, num_sources, tokens, width, dtype, stacked=False):
     sources, query, cotangent = _inputs(num_sources, tokens, width, dtype)
@@ -96,6 +103,38 @@ class MosaicGpuTest(parameterized.TestCase):
     testing.assert_close(d_sources[:2], expected[1], "fp32 gradient")
     testing.assert_close(d_query, expected[2], "fp32 gradient")
     testing.assert_same(d_sources[2], np.zeros((3, 128), np.float32))
+
+  # Padding and a ring of few rows; two warpgroups; XLA's norm after a ring that
+  # is too small.
+  @parameterized.parameters(
+      (3, 5, 200, jnp.float32, {}),
+      (2, 3, 512, jnp.bfloat16, {"_SPLIT_NORMED_ABOVE": 256}),
+      (5, 3, 128, jnp.float32, {"_SHARED_BYTES": 17 * 1024 + 4 * 512}),
+  )
+  def test_a_norm_of_the_mix_equals_the_reference(
+      self, num_sources, tokens, width, dtype, changes
+  ):
+    sources, query, cotangent = _inputs(num_sources, tokens, width, dtype)
+    scale = 1.0 + 0.2 * jax.random.normal(jax.random.key(9), (width,))
+    with mock.patch.multiple(mosaic_gpu, **changes) if changes else (
+        contextlib.nullcontext()
+    ):
+      *actual, d_scale = self.run_without_races(
+          tuple(sources), query, cotangent, norm_scale=scale
+      )
+    wide = tuple(sources.astype(jnp.float32))
+    out, pull = jax.vjp(
+        lambda v, u, g: reference.normed_mix(_EPS, v, u, norm_scale=g),
+        wide,
+        query,
+        scale,
+    )
+    d_sources, *d_vectors = pull(cotangent.astype(jnp.float32))
+    kind = "fp32" if dtype == jnp.float32 else "bf16"
+    testing.assert_close(actual[0], out, kind, "mix")
+    expected = (jnp.stack(d_sources), *d_vectors)
+    for a, b in zip((*actual[1:], d_scale), expected, strict=True):
+      testing.assert_close(a, b, f"{kind} gradient")
 
   @parameterized.parameters(
       (33, 128, jnp.float32, "33 sources"),
