@@ -175,7 +175,7 @@ def _parts(x):
       "gradient": functools.partial(gradient_lib.gradient, plan),
   }
   tiles = kernels["prep"](*local)
-  walk = (tiles, v, state, None)
+  walk = (tiles, beta, v, state)
   states, v_new = kernels["states"](*walk)
   dv, ds, _ = kernels["reverse"](*walk)
   arguments = dict.fromkeys(kernels, walk)

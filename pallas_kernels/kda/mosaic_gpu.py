@@ -209,16 +209,21 @@ def _flags_of(segment_ids, batch, tokens, padded):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan, q, k, v, z, beta, slope, bias, initial, flags):
   """o [B, T, HV, V] and the final state, from per-chunk tiles and a scan."""
-  tiles = prep_lib.prep(plan, q, k, z, _not_zero(beta), slope, bias, flags)
+  beta = _not_zero(beta, flags)
+  tiles = prep_lib.prep(plan, q, k, z, beta, slope, bias, flags)
   out, final = scan_lib.scan(
-      plan, tiles, v, initial.swapaxes(2, 3), flags, output=True
+      plan, tiles, beta, v, initial.swapaxes(2, 3), output=True
   )
   return out, final.swapaxes(2, 3)
 
 
-def _not_zero(beta):
+def _not_zero(beta, flags):
+  """beta [B, HV, T64], 0 on padding rows and nowhere else."""
   # The backward pass divides v' and its adjoint, both multiples of beta, by it.
-  return jnp.where(jnp.abs(beta) < _SMALLEST_BETA, _SMALLEST_BETA, beta)
+  beta = jnp.where(jnp.abs(beta) < _SMALLEST_BETA, _SMALLEST_BETA, beta)
+  if flags is None:
+    return beta
+  return jnp.where((flags[:, None] & prep_lib.VALID) != 0, beta, 0.0)
 
 
 def _attend_fwd(plan, *args):
@@ -228,13 +233,14 @@ def _attend_fwd(plan, *args):
 def _attend_bwd(plan, args, cotangents):
   q, k, v, z, beta, slope, bias, initial, flags = args
   d_out, d_final = cotangents
-  local = (q, k, z, _not_zero(beta), slope, bias, flags)
+  beta = _not_zero(beta, flags)
+  local = (q, k, z, beta, slope, bias, flags)
   tiles = prep_lib.prep(plan, *local)
   states, v_new = scan_lib.scan(
-      plan, tiles, v, initial.swapaxes(2, 3), flags, output=False
+      plan, tiles, beta, v, initial.swapaxes(2, 3), output=False
   )
   dv, ds, d_initial = scan_lib.reverse_scan(
-      plan, tiles, d_out, d_final.swapaxes(2, 3), flags
+      plan, tiles, beta, d_out, d_final.swapaxes(2, 3)
   )
   dq, dk, dz, d_beta, sums = gradient_lib.gradient(
       plan, *local, (states, ds, v_new, dv, d_out)

@@ -43,7 +43,7 @@ _PAD = 8  # fp32 words after a row: wgmma rows then start in other banks
 _CORNER_SHIFT = 32
 # Rows of the small [64] vectors.
 _K_NORM, _Q_NORM, _BETA, _Q_DOT, _K_DOT, _PAST_DOT, _DBETA = range(7)
-_BIAS, _GAM, _DLAST = range(3)
+_BIAS, _GAM, _PASSED, _DLAST = range(4)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -55,12 +55,12 @@ def gradient(plan: Plan, q, k, z, beta, slope, bias, flags, saved):
     q: [B, T, H, K] bf16, as k.
     k: see q.
     z: [B, T, HV, K].
-    beta: [B, HV, T64] fp32, not zero.
+    beta: [B, HV, T64] fp32, 0 on padding rows and nowhere else.
     slope: [HV].
     bias: [HV, K].
     flags: [B, T64] or None.
-    saved: states, ds [B, HV, N, V, K] bf16, v_new [B, HV, N, 64, V] bf16, dv and
-      do [B, T, HV, V] bf16.
+    saved: states, ds [B, HV, N, V, K] bf16, v_new [B, HV, N, 2, 64, V] bf16, dv
+      and do [B, T, HV, V] bf16.
 
   Returns:
     dq, dk [B, T, HV, K] bf16, one per value head; dz like z; dbeta [B, HV, T64]
@@ -97,22 +97,16 @@ def gradient(plan: Plan, q, k, z, beta, slope, bias, flags, saved):
           [
               bf16(values, width),
               bf16(values, width),
-              bf16(CHUNK, values),
-              bf16(CHUNK, values),
-              bf16(CHUNK, values),
+              *(bf16(CHUNK, values) for _ in range(4)),
           ],
           smem((3, CHUNK, width + _PAD)),
       ),
-      totals=smem((4, width)),
-      powers=smem((4, width)),
-      tails=smem((4, width)),
-      partial=smem((4, width)),
       sums=smem((2, 4, width)),
-      channels=smem((3, width)),
+      channels=smem((4, width)),
       rows=smem((7, CHUNK)),
       z_ready=plgpu.Barrier(num_arrivals=2),
       qk_ready=plgpu.Barrier(num_arrivals=3 if plan.masked else 2),
-      saved_ready=plgpu.Barrier(num_arrivals=6),
+      saved_ready=plgpu.Barrier(num_arrivals=7),
       pair_barrier=plgpu.Barrier(num_arrivals=2),
       barrier=plgpu.Barrier(num_arrivals=3),
   )
@@ -149,6 +143,7 @@ def gradient(plan: Plan, q, k, z, beta, slope, bias, flags, saved):
           approx_math=True,
           unsafe_no_auto_barriers=True,
           lowering_semantics=plgpu.LoweringSemantics.Lane,
+          reduction_scratch_bytes=1024,
       ),
       interpret=plan.interpret,
   )
@@ -176,7 +171,8 @@ def _body(
   dq_gm, dk_gm, dz_gm, dbeta_gm, sums_gm = outputs
   role = lax.axis_index("warpgroup")
   saved, staging = scratch.pop("union")
-  refs = scratch | dict(zip(("state", "ds", "v_new", "dr", "do"), saved))
+  names = ("state", "ds", "v_new", "v_low", "dr", "do")
+  refs = scratch | dict(zip(names, saved, strict=True))
   refs["staging"] = (
       staging[0] if isinstance(staging, (tuple, list)) else staging
   )
@@ -192,10 +188,12 @@ def _body(
   def views(i=0):
     # As in `mosaic_gpu_prep`: addresses that are not known before the loop.
     this = lax.shift_right_logical(jnp.int32(i), 30)
-    return {
+    s = {
         name: ref if name.endswith(("ready", "barrier")) else ref.at[this]
         for name, ref in refs.items()
     }
+    # Dead before the sums are written.
+    return s | dict(totals=s["sums"].at[0], factors=s["sums"].at[1])
 
   def place(i):
     b, chunk, head = walk.item(first, i)
@@ -207,7 +205,8 @@ def _body(
     at = (b, head, chunk)
     copy(states_gm.at[at], s["state"], s["saved_ready"])
     copy(ds_gm.at[at], s["ds"], s["saved_ready"])
-    copy(v_new_gm.at[at], s["v_new"], s["saved_ready"])
+    for part, name in enumerate(("v_new", "v_low")):
+      copy(v_new_gm.at[*at, part], s[name], s["saved_ready"])
     copy(dv_gm.at[b, rows, head], s["dr"], s["saved_ready"])
     copy(do_gm.at[b, rows, head], s["do"], s["saved_ready"])
 
@@ -258,9 +257,7 @@ def _body(
       if plan.masked:
         plgpu.barrier_wait(s["qk_ready"])
       plgpu.barrier_wait(s["saved_ready"])
-      for half in (0, 1):
-        lanes = lanes_lib.Lanes.create(width, half, interpret)
-        _state_dots(lanes, s)
+      _state_dots(s)
       _beta_gradient(s)
 
     sync("barrier")
@@ -317,8 +314,12 @@ def _decayed_tiles(plan, lanes, sums, s):
   if plan.masked:
     keeps = (s["flags"][0] & prep_lib.KEEPS_STATE) != 0
     gam = jnp.where(keeps, gam, 0.0)
-  lanes.store_group(s["powers"], jnp.exp2(at.middle))
-  lanes.store_group(s["tails"], jnp.exp2(at.whole - at.middle))
+  # By rows: 2^R and 2^(G_last - R) of the first half, then of the second.
+  tail = at.whole - at.middle
+  factors = lanes.where_warp_from(1, tail, at.middle)
+  factors = lanes.where_warp_from(2, at.middle, factors)
+  factors = lanes.where_warp_from(3, tail, factors)
+  lanes.store_group(s["factors"], jnp.exp2(factors))
   lanes.store_channels(s["channels"].at[_GAM], gam)
   for r in lanes.rows:
     decay = at.relative(sums[r])
@@ -355,25 +356,26 @@ def _beta_gradient(s):
   for first in range(0, s["dr"].shape[1], 64):
     piece = s["dr"].at[:, pl.ds(first, 64)]
     dr = plgpu.load(piece, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-    dots += _row_dot(dr, s["v_new"].at[:, pl.ds(first, 64)])
-  s["rows"][_DBETA] = dots / beta / beta
+    for name in ("v_new", "v_low"):
+      dots += _row_dot(dr, s[name].at[:, pl.ds(first, 64)])
+  s["rows"][_DBETA] = jnp.where(beta != 0.0, dots / beta / beta, 0.0)
 
 
-def _state_dots(lanes, s):
-  """partial[w] = sum over the warp's share of v of S dS, per channel."""
-  total = None
-  for first in range(0, s["state"].shape[0], CHUNK):
-    window = pl.ds(first, CHUNK)
-    products = {
-        r: (
-            lanes.load_tile(s["state"].at[window], r).astype(jnp.float32)
-            * lanes.load_tile(s["ds"].at[window], r).astype(jnp.float32)
-        )
-        for r in lanes.rows
-    }
-    _, dots = lanes.running_sums(products)
-    total = dots if total is None else total + dots
-  lanes.store_group(s["partial"], total)
+def _state_dots(s):
+  """channels[_PASSED] = sum over v of S dS."""
+  values, width = s["state"].shape
+  for column in range(0, width, 64):
+    columns = pl.ds(column, 64)
+    products = 0.0
+    for row in range(0, values, 64):
+      state, ds = (
+          plgpu.load(
+              s[name].at[pl.ds(row, 64), columns], layout=plgpu.Layout.WGMMA
+          ).astype(jnp.float32)
+          for name in ("state", "ds")
+      )
+      products += state * ds
+    s["channels"].at[_PASSED, columns][...] = jnp.sum(products, axis=0)
 
 
 def _product(preset, terms, stage):
@@ -413,8 +415,9 @@ def _two_parts(plan, x, later, diagonal, s):
   return inner, corner * jnp.asarray(2.0**-_CORNER_SHIFT, jnp.bfloat16)
 
 
-def _by_half(plan, vectors, width):
-  return lanes_lib.half_factors(vectors, width, plan.interpret is not None)
+def _by_half(plan, s, first, width):
+  interpret = plan.interpret is not None
+  return lanes_lib.half_factors(s["factors"], first, width, interpret)
 
 
 def _where_flag(plan, s, bit, x):
@@ -438,12 +441,12 @@ def _row_dot(x, tile):
 def _later_side(plan, s, side, rows_name, tile_name, sign):
   """dq+ or dk+: gradients of a tile on the later side of a score."""
   width = s["q_tile"].shape[1]
-  d_score = _product(
-      (CHUNK, CHUNK), [(s[rows_name], s["v_new"].transpose((1, 0)))], None
-  )
+  parts = (s[name].transpose((1, 0)) for name in ("v_new", "v_low"))
+  terms = [(s[rows_name], part) for part in parts]
+  d_score = _product((CHUNK, CHUNK), terms, None)
   inner, corner = _two_parts(plan, sign * d_score, True, side == 0, s)
   tile = _product((CHUNK, width), [(s[rows_name], s["state"])], None)
-  tile = tile * _by_half(plan, s["powers"], width) * sign
+  tile = tile * _by_half(plan, s, 0, width) * sign
   tile = _where_flag(plan, s, READS_STATE, tile)
   terms = [(inner, s["k_minus"]), (corner, s["cross"].at[pl.ds(0, CHUNK)])]
   tile = _product(tile, terms, _stage(s, side))
@@ -463,8 +466,9 @@ def _key_side(plan, s):
 def _past_side(plan, s):
   """dk-: the gradient of the earlier side of both scores and of the state."""
   width = s["q_tile"].shape[1]
-  tile = _product((CHUNK, width), [(s["v_new"], s["ds"])], None)
-  tile = tile * _by_half(plan, s["tails"], width)
+  parts = s["v_new"], s["v_low"]
+  tile = _product((CHUNK, width), [(part, s["ds"]) for part in parts], None)
+  tile = tile * _by_half(plan, s, 1, width)
   tile = _where_flag(plan, s, WRITES_STATE, tile)
   for first in range(0, width, 64):
     columns = pl.ds(first, 64)
@@ -478,9 +482,8 @@ def _past_side(plan, s):
       ("dr", -1.0, "k_tile", 0, False),
   )
   for rows_name, sign, name, window, diagonal in sides:
-    d_score = _product(
-        (CHUNK, CHUNK), [(s["v_new"], s[rows_name].transpose((1, 0)))], None
-    )
+    rows = s[rows_name].transpose((1, 0))
+    d_score = _product((CHUNK, CHUNK), [(part, rows) for part in parts], None)
     inner, corner = _two_parts(plan, sign * d_score, False, diagonal, s)
     terms = [
         (inner, s[name]),
@@ -547,19 +550,16 @@ def _finish(plan, lanes, slope, s):
 
 def _gate_gradient(plan, lanes, slope, d_sums, slopes, s):
   """Sums dG backwards over rows and goes through the gate."""
-  last = lanes.load_channels(s["partial"].at[0])
-  for w in range(1, 4):
-    last += lanes.load_channels(s["partial"].at[w])
-  last = last * lanes.load_channels(s["channels"].at[_GAM])
-  last += lanes.load_channels(s["channels"].at[_DLAST])
-  own = lanes.running_sums(d_sums)[1]
-  plgpu.commit_smem()  # partial is read, and becomes the totals of dG.
-  lanes.store_group(s["partial"], own)
+  lanes.store_group(s["factors"], lanes.running_sums(d_sums)[1])
   plgpu.commit_smem()
   # What the later warps' rows sum to.
-  after = last
+  gam, passed, after = (
+      lanes.load_channels(s["channels"].at[row])
+      for row in (_GAM, _PASSED, _DLAST)
+  )
+  after += gam * passed
   for w in (3, 2, 1):
-    later = after + lanes.load_channels(s["partial"].at[w])
+    later = after + lanes.load_channels(s["factors"].at[w])
     after = lanes.where_warp_from(w, after, later)
   d_sums = lanes.sums_from_end(d_sums, after)
   d_bias, d_slope = {}, {}
@@ -574,5 +574,6 @@ def _gate_gradient(plan, lanes, slope, d_sums, slopes, s):
       valid = (flags & VALID) != 0
       d_slope[r] = jnp.where(valid, d_slope[r], 0.0)
     lanes.store_plain(s["z_tile"], r, dz.astype(z.dtype))
+  plgpu.commit_smem()  # The totals are read.
   for i, values in enumerate((d_bias, d_slope)):
     lanes.store_group(s["sums"].at[i], lanes.running_sums(values)[1])

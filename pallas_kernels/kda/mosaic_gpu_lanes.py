@@ -271,6 +271,12 @@ class Lanes:
 _THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
 
+def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Two bf16 arrays that sum to the fp32 x but for 2^-17 of it."""
+  high = x.astype(jnp.bfloat16)
+  return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
 def opaque_thread() -> jax.Array:
   """[128] int32, each thread's index in the block, made anew at each call."""
 
@@ -313,17 +319,19 @@ def tile_indices(columns: int, interpret: bool) -> tuple[jax.Array, jax.Array]:
   return tuple(indices(opaque_thread()))
 
 
-def half_factors(ref, width: int, interpret: bool) -> jax.Array:
-  """[64, width] fp32 with row 0 of a plain [4, width] above, row 2 below."""
+def half_factors(ref, first: int, width: int, interpret: bool) -> jax.Array:
+  """[64, width] fp32: row `first` of a plain [4, width], below it first + 2."""
   if interpret:
-    return jnp.repeat(ref[...][::2], 32, axis=0)
+    return jnp.repeat(ref[...][first::2], 32, axis=0)
   layout = plgpu.Layout.WGMMA
   struct = plgpu.ShapeDtypeStruct((64, width), jnp.float32, layout=layout)
 
   @plgpu.inline_mgpu(arg_types=(_THREAD, plgpu.RefType(())), return_type=struct)
   def load(_, thread, memory):
     at = _Fragment(thread, width)
-    row = arith.muli(at.upper, at.constant(2))
+    row = arith.addi(
+        arith.muli(at.upper, at.constant(2)), at.constant(first)
+    )
     index = lambda x: arith.index_castui(ir.IndexType.get(), x)
     kind = ir.VectorType.get((2,), ir.F32Type.get())
     for tile in range(width // 8):

@@ -15,8 +15,11 @@ further tiles are k+, k-, q+ with whole columns scaled by powers of two. A later
 token reaches an earlier row only through such integers, hence exactly not.
 
   nkgam = -k 2^G       qg = q 2^G       kg = k 2^(G_last - G)
-  aqk = tril(q k^T 2^(G_i - G_j))
-  mb = (I + tril(b k k^T 2^(G_i - G_j), -1))^-1 diag(b)     gam = 2^G_last
+  aqk = tril(q k^T 2^(G_i - G_j))      gam = 2^G_last
+  solve = (I + tril(b k k^T 2^(G_i - G_j), -1))^-1 - I
+
+The identity and b are left to the scan, which adds and multiplies them in fp32:
+rounded to bf16 they would err by one factor for all of a row.
 """
 
 import dataclasses
@@ -86,8 +89,8 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, flags):
     flags: [B, T64] int32, see VALID and FIRST_SHIFT (masked only).
 
   Returns:
-    nkgam, qg, kg [B, HV, N, 64, K] bf16; aqk, mb [B, HV, N, 64, 64] bf16; gam
-    [B, HV, N, K] fp32.
+    nkgam, qg, kg [B, HV, N, 64, K] bf16; aqk, solve [B, HV, N, 64, 64] bf16;
+    gam [B, HV, N, K] fp32.
   """
   batch, _, _, width = q.shape
   value_heads = z.shape[2]
@@ -124,7 +127,7 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, flags):
           smem((6, CHUNK, HALF), jnp.bfloat16, _NARROW),
       ),
       aqk_tile=smem((CHUNK, CHUNK), jnp.bfloat16, tiled),
-      mb_tile=smem((CHUNK, CHUNK), jnp.bfloat16, tiled),
+      solve_tile=smem((CHUNK, CHUNK), jnp.bfloat16, tiled),
       totals=smem((4, width), jnp.float32),
       powers=smem((4, width), jnp.float32),
       rows=smem((3, CHUNK), jnp.float32),
@@ -193,7 +196,7 @@ def _prep_body(
     plan, walk, q_gm, k_gm, z_gm, beta_gm, slope_gm, bias_gm, *rest, **scratch
 ):
   flags_gm, outputs = rest[:-6], rest[-6:]
-  nkgam_gm, qg_gm, kg_gm, aqk_gm, mb_gm, gam_gm = outputs
+  nkgam_gm, qg_gm, kg_gm, aqk_gm, solve_gm, gam_gm = outputs
   warpgroup = lax.axis_index("warpgroup")
   pair, role = lax.div(warpgroup, 2), lax.rem(warpgroup, 2)
   z_ref, late_ref = members(scratch.pop("z_union"))
@@ -283,12 +286,10 @@ def _prep_body(
       parts = _lower_parts(plan, score, low, beta, s)
       plgpu.barrier_arrive(s["tiles_read"])
       plgpu.barrier_wait(s["tiles_read"])
-      inverse = _invert(parts, s["blocks"], interpret)
-      beta = plgpu.load(s["rows"].at[2], layout=COLUMN)
-      beta = lax.broadcast_in_dim(beta, (CHUNK, CHUNK), (1,))
-      s["mb_tile"][...] = (inverse * beta).astype(jnp.bfloat16)
+      solve = _invert(parts, s["blocks"], interpret)
+      s["solve_tile"][...] = solve.astype(jnp.bfloat16)
       plgpu.commit_smem()
-      plgpu.copy_smem_to_gmem(s["mb_tile"], mb_gm.at[out])
+      plgpu.copy_smem_to_gmem(s["solve_tile"], solve_gm.at[out])
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
       @pl.when(i + 1 < count)
@@ -530,7 +531,7 @@ def _lower_parts(plan, score, low, beta, s):
 
 
 def _invert(parts, blocks_ref, interpret):
-  """(I + L)^-1 from 16x16 substitutions and two block merges.
+  """(I + L)^-1 - I from 16x16 substitutions and two block merges.
 
   [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]. A warp's registers
   hold its own 16 rows, so blocks of one height lie side by side in a narrow
@@ -558,7 +559,9 @@ def _invert(parts, blocks_ref, interpret):
   top, bottom = ((0, HALF),), ((HALF, HALF),)
   [right] = _split_products(corner, pair, blocks_ref, top, interpret)
   [below] = _split_products(pair, right, blocks_ref, bottom, interpret)
-  upper = lanes_lib.tile_indices(HALF, interpret)[0] >= HALF
+  row, column = lanes_lib.tile_indices(HALF, interpret)
+  pair = jnp.where(column == row % HALF, 0.0, pair)
+  upper = row >= HALF
   wide_zero = jnp.concatenate([zero, zero], axis=1)
   return jnp.concatenate(
       [jnp.where(upper, -below, pair), jnp.where(upper, pair, wide_zero)],
@@ -569,10 +572,10 @@ def _invert(parts, blocks_ref, interpret):
 def _split_products(a, b, blocks_ref, rows, interpret):
   """a @ b[first : first + count] in fp32 for each (first, count) of rows."""
   columns = pl.ds(0, b.shape[1])
-  for i, part in enumerate(_split(b)):
+  for i, part in enumerate(lanes_lib.split(b)):
     blocks_ref.at[i, :, columns][...] = part
   plgpu.commit_smem()
-  a_high, a_low = _split(a)
+  a_high, a_low = lanes_lib.split(a)
 
   def multiply(*accs):
     for left, right in ((a_high, 0), (a_low, 0), (a_high, 1)):
@@ -589,11 +592,6 @@ def _split_products(a, b, blocks_ref, rows, interpret):
   products = pl.run_scoped(multiply, *accs)
   plgpu.commit_smem()  # Read before the next product's operand is written.
   return products
-
-
-def _split(x):
-  high = x.astype(jnp.bfloat16)
-  return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
 def _scale_to_state(plan, width, interpret, s):

@@ -8,10 +8,15 @@ accumulator, and its right operand in shared memory as TMA left it. So nothing
 in the chain goes through shared memory, and the limit is the bytes of the
 tiles that `mosaic_gpu_prep` made.
 
-  forward   r^T = v^T - S^T kgam^T;    v'^T = r^T mb^T
+  forward   r^T = (v^T - S^T kgam^T) b;    v'^T = r^T + r^T solve^T
             o^T = S^T qg^T + v'^T aqk^T;    S^T <- S^T gam + v'^T kg
-  reverse   dv'^T = do^T aqk + dS^T kg^T;    dr^T = dv'^T mb;    dv = dr
-            dS^T <- dS^T gam + do^T qg - dr^T kgam
+  reverse   dv'^T = do^T aqk + dS^T kg^T;    dr^T = (dv'^T + dv'^T solve) b
+            dv = dr;    dS^T <- dS^T gam + do^T qg - dr^T kgam
+
+Where keys are alike and hardly decay, v' and dr are differences of neighbouring
+rows and o sums them up again, so the roundings of r, v' and dv' would add up
+over a chunk: they enter their products as two bf16 parts. In the state's
+products one part is enough, since the next chunk corrects what it reads.
 """
 
 import functools
@@ -25,7 +30,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.kda import mosaic_gpu_lanes as lanes_lib
 from pallas_kernels.kda.mosaic_gpu_prep import CHUNK
 from pallas_kernels.kda.mosaic_gpu_prep import COLUMN
-from pallas_kernels.kda.mosaic_gpu_prep import VALID
 from pallas_kernels.kda.mosaic_gpu_prep import Plan
 
 SLICE = 64  # value channels of a warpgroup: the rows of a wgmma
@@ -36,36 +40,38 @@ _COMPUTE_REGISTERS, _FETCH_REGISTERS = 240, 24
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="output")
-def scan(plan: Plan, tiles, v, initial, flags, *, output: bool):
+def scan(plan: Plan, tiles, beta, v, initial, *, output: bool):
   """Runs the recurrence over chunks.
 
   Args:
     plan: the static part.
     tiles: what `mosaic_gpu_prep.prep` returned.
+    beta: [B, HV, T64] fp32, 0 on padding rows and nowhere else.
     v: [B, T, HV, V] bf16.
     initial: [B, HV, V, K] fp32, the transposed state before the first chunk.
-    flags: [B, T64] int32 (masked only).
     output: whether to make o, or what the backward pass needs.
 
   Returns:
     output: (o [B, T, HV, V] bf16, final [B, HV, V, K] fp32); otherwise
-    (states [B, HV, N, V, K] bf16 before each chunk, v' [B, HV, N, 64, V]).
+    (states [B, HV, N, V, K] bf16 before each chunk, v' in two parts
+    [B, HV, N, 2, 64, V] bf16).
   """
-  nkgam, qg, kg, aqk, mb, gam = tiles
+  nkgam, qg, kg, aqk, solve, gam = tiles
   batch, value_heads, chunks, _, width = nkgam.shape
   values = v.shape[-1]
+  beta = beta.reshape(gam.shape[:3] + (CHUNK,))
+  inputs = dict(nkgam=nkgam, kg=kg, solve=solve, gam=gam, beta=beta)
   if output:
-    inputs = dict(nkgam=nkgam, qg=qg, kg=kg, aqk=aqk, mb=mb, gam=gam)
+    inputs |= dict(qg=qg, aqk=aqk)
     out_type = [
         jax.ShapeDtypeStruct(v.shape, jnp.bfloat16),
         jax.ShapeDtypeStruct(initial.shape, jnp.float32),
     ]
   else:
-    inputs = dict(nkgam=nkgam, kg=kg, mb=mb, gam=gam)
     lead = (batch, value_heads, chunks)
     out_type = [
         jax.ShapeDtypeStruct((*lead, values, width), jnp.bfloat16),
-        jax.ShapeDtypeStruct((*lead, CHUNK, values), jnp.bfloat16),
+        jax.ShapeDtypeStruct((*lead, 2, CHUNK, values), jnp.bfloat16),
     ]
   step = _output_step if output else _state_step
   return _walk(
@@ -73,7 +79,6 @@ def scan(plan: Plan, tiles, v, initial, flags, *, output: bool):
       inputs,
       v,
       initial,
-      flags,
       out_type,
       step,
       reverse=False,
@@ -82,24 +87,27 @@ def scan(plan: Plan, tiles, v, initial, flags, *, output: bool):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def reverse_scan(plan: Plan, tiles, do, final, flags):
+def reverse_scan(plan: Plan, tiles, beta, do, final):
   """Runs the adjoint of the recurrence, from the last chunk to the first.
 
   Args:
     plan: the static part.
     tiles: what `mosaic_gpu_prep.prep` returned.
+    beta: [B, HV, T64] fp32, 0 on padding rows and nowhere else.
     do: [B, T, HV, V] bf16.
     final: [B, HV, V, K] fp32, the transposed gradient of the final state.
-    flags: [B, T64] int32 (masked only).
 
   Returns:
     dv [B, T, HV, V] bf16, ds [B, HV, N, V, K] bf16 after each chunk, and
     the initial state's [B, HV, V, K] fp32.
   """
-  nkgam, qg, kg, aqk, mb, gam = tiles
+  nkgam, qg, kg, aqk, solve, gam = tiles
   batch, value_heads, chunks, _, width = nkgam.shape
   values = do.shape[-1]
-  inputs = dict(nkgam=nkgam, qg=qg, kg=kg, aqk=aqk, mb=mb, gam=gam)
+  beta = beta.reshape(gam.shape[:3] + (CHUNK,))
+  inputs = dict(
+      nkgam=nkgam, qg=qg, kg=kg, aqk=aqk, solve=solve, gam=gam, beta=beta
+  )
   out_type = [
       jax.ShapeDtypeStruct(do.shape, jnp.bfloat16),
       jax.ShapeDtypeStruct(
@@ -112,7 +120,6 @@ def reverse_scan(plan: Plan, tiles, do, final, flags):
       inputs,
       do,
       final,
-      flags,
       out_type,
       _reverse_step,
       reverse=True,
@@ -120,7 +127,7 @@ def reverse_scan(plan: Plan, tiles, do, final, flags):
   )
 
 
-def _walk(plan, inputs, x, initial, flags, out_type, step, *, reverse, name):
+def _walk(plan, inputs, x, initial, out_type, step, *, reverse, name):
   """Walks the chunks of every head with `step`; see the callers."""
   batch, value_heads, values, width = initial.shape
   chunks = inputs["gam"].shape[2]
@@ -144,9 +151,6 @@ def _walk(plan, inputs, x, initial, flags, out_type, step, *, reverse, name):
   }
   scratch["x_in"] = staged((groups, CHUNK, SLICE), jnp.bfloat16, tiled)
   copies = len(inputs) + groups
-  if plan.masked:
-    scratch["flags_in"] = staged((CHUNK,), jnp.int32)
-    copies += 1
   scratch["rows_out"] = plgpu.SMEM(
       (2, groups, CHUNK, SLICE), jnp.bfloat16, transforms=tiled
   )
@@ -163,8 +167,7 @@ def _walk(plan, inputs, x, initial, flags, out_type, step, *, reverse, name):
 
   def body(*refs, **smem):
     operands = dict(zip([*inputs, "x", "initial"], refs))
-    rest = refs[len(operands) :]
-    flags_gm, outputs = rest[: int(plan.masked)], rest[int(plan.masked) :]
+    outputs = refs[len(operands) :]
     group = lax.axis_index("warpgroup")
     b, head = lax.axis_index("batch"), lax.axis_index("head")
     first_slice = lax.axis_index("slice") * groups
@@ -197,10 +200,6 @@ def _walk(plan, inputs, x, initial, flags, out_type, step, *, reverse, name):
               operands["x"].at[b, rows, head, columns],
               smem["x_in"].at[slot, i],
               ready,
-          )
-        if plan.masked:
-          plgpu.copy_gmem_to_smem(
-              flags_gm[0].at[b, rows], smem["flags_in"].at[slot], ready
           )
         return None
 
@@ -257,10 +256,7 @@ def _walk(plan, inputs, x, initial, flags, out_type, step, *, reverse, name):
       ),
       interpret=plan.interpret,
   )
-  operands = [*inputs.values(), x, initial]
-  if plan.masked:
-    operands.append(flags)
-  return kernel(*operands)
+  return kernel(*inputs.values(), x, initial)
 
 
 class _Here:
@@ -298,17 +294,17 @@ class _Here:
   def _where_valid(self, x):
     if not self.plan.masked:
       return x
-    flags = plgpu.load(self.smem["flags_in"].at[self.slot], layout=COLUMN)
-    valid = lax.broadcast_in_dim((flags & VALID) != 0, x.shape, (1,))
+    valid = self.by_column("beta", x.shape) != 0.0
     return jnp.where(valid, x, jnp.zeros((), x.dtype))
 
-  def gam(self, shape):
-    gam = plgpu.load(self.smem["gam_in"].at[self.slot], layout=COLUMN)
-    return lax.broadcast_in_dim(gam, shape, (1,))
+  def by_column(self, key, shape):
+    """gam or beta, the same in all rows of a transposed array."""
+    values = plgpu.load(self.smem[f"{key}_in"].at[self.slot], layout=COLUMN)
+    return lax.broadcast_in_dim(values, shape, (1,))
 
   def decayed(self, state):
     """state * gam, and exactly zero where the state does not pass."""
-    gam = self.gam(state.shape)
+    gam = self.by_column("gam", state.shape)
     if self.plan.masked:
       return jnp.where(gam > 0.0, state * gam, 0.0)
     return state * gam
@@ -317,9 +313,10 @@ class _Here:
     stage = self.smem["stage"].at[self.group] if self.interpret else None
     return _Accumulator(ref, stage, preset)
 
-  def store_rows(self, xt, target):
+  def store_rows(self, xt, target, buffer=None):
     """Writes x^T [64 channels, 64 rows] as rows of the chunk."""
-    buffer = self.smem["rows_out"].at[self.parity, self.group]
+    buffer = self.parity if buffer is None else buffer
+    buffer = self.smem["rows_out"].at[buffer, self.group]
     buffer.transpose((1, 0))[...] = plgpu.layout_cast(
         xt, plgpu.Layout.WGMMA_TRANSPOSED
     )
@@ -361,6 +358,15 @@ def _square():
   return plgpu.ACC((SLICE, CHUNK))
 
 
+def _solved(here, new, rest):
+  """Issues v'^T = r^T + r^T solve^T from r^T / b; returns its accumulator."""
+  rest = rest * here.by_column("beta", rest.shape)
+  new = here.accumulator(new, rest)
+  for part in lanes_lib.split(rest):
+    new.add(part, here.tile("solve", True))
+  return new
+
+
 def _output_step(here, state):
   rounded = state.astype(jnp.bfloat16)
   decayed = here.decayed(state)
@@ -368,13 +374,14 @@ def _output_step(here, state):
 
   def products(rest, new, out, after):
     rest = here.accumulator(rest, vt)
-    new, out = here.accumulator(new), here.accumulator(out)
-    after = here.accumulator(after, decayed)
+    out, after = here.accumulator(out), here.accumulator(after, decayed)
     rest.add(rounded, here.tile("nkgam", True))
+    new = _solved(here, new, rest.read())
+    # Late, so that `out` takes no registers during the solve.
     out.add(rounded, here.tile("qg", True))
-    new.add(rest.read(wait_n=1).astype(jnp.bfloat16), here.tile("mb", True))
-    v_new = new.read().astype(jnp.bfloat16)
+    v_new, v_low = lanes_lib.split(new.read(wait_n=1))
     out.add(v_new, here.tile("aqk", True))
+    out.add(v_low, here.tile("aqk", True))
     after.add(v_new, here.tile("kg"))
     return out.read(wait_n=1).astype(jnp.bfloat16), after.read()
 
@@ -393,26 +400,28 @@ def _state_step(here, state):
   vt = here.x().astype(jnp.float32)
 
   def products(rest, new, after):
-    rest, new = here.accumulator(rest, vt), here.accumulator(new)
+    rest = here.accumulator(rest, vt)
     after = here.accumulator(after, decayed)
     rest.add(rounded, here.tile("nkgam", True))
-    new.add(rest.read().astype(jnp.bfloat16), here.tile("mb", True))
-    v_new = new.read().astype(jnp.bfloat16)
-    after.add(v_new, here.tile("kg"))
-    return v_new, after.read()
+    v_new = lanes_lib.split(_solved(here, new, rest.read()).read())
+    after.add(v_new[0], here.tile("kg"))
+    return *v_new, after.read()
 
   at = (here.b, here.head, here.chunk)
-  _store_state(here, rounded, states_gm.at[at])
-  v_new, state = pl.run_scoped(
+  _store_state(here, rounded, states_gm.at[at], in_flight=2)
+  *v_new, state = pl.run_scoped(
       products, _square(), _square(), plgpu.ACC(state.shape)
   )
-  here.store_rows(v_new, v_new_gm.at[(*at, slice(None), here.columns)])
+  for i, part in enumerate(v_new):
+    plgpu.wait_smem_to_gmem(2, wait_read_only=True)
+    target = v_new_gm.at[(*at, i, slice(None), here.columns)]
+    here.store_rows(part, target, buffer=i)
   return state
 
 
-def _store_state(here, rounded, target):
-  # The one state buffer: every earlier copy but the last rows' is done.
-  plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+def _store_state(here, rounded, target, in_flight):
+  # The one state buffer: every copy before the last `in_flight` is done.
+  plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
   buffer = here.smem["state_out"].at[here.group]
   buffer[...] = rounded
   plgpu.commit_smem()
@@ -424,21 +433,21 @@ def _reverse_step(here, state):
   rounded = state.astype(jnp.bfloat16)
   decayed = here.decayed(state)
   dot = here.x()
-  _store_state(here, rounded, ds_gm.at[here.b, here.head, here.chunk])
+  target = ds_gm.at[here.b, here.head, here.chunk]
+  _store_state(here, rounded, target, in_flight=1)
 
-  def products(new, rest, before):
-    new, rest = here.accumulator(new), here.accumulator(rest)
-    before = here.accumulator(before, decayed)
+  def products(new, before):
+    new, before = here.accumulator(new), here.accumulator(before, decayed)
     new.add(rounded, here.tile("kg", True))
     new.add(dot, here.tile("aqk"))
     before.add(dot, here.tile("qg"))
-    rest.add(new.read(wait_n=1).astype(jnp.bfloat16), here.tile("mb"))
-    dr = rest.read().astype(jnp.bfloat16)
+    for part in lanes_lib.split(new.read(wait_n=1)):
+      new.add(part, here.tile("solve"))
+    dr = new.read()
+    dr = (dr * here.by_column("beta", dr.shape)).astype(jnp.bfloat16)
     before.add(dr, here.tile("nkgam"))
     return dr, before.read()
 
-  dr, state = pl.run_scoped(
-      products, _square(), _square(), plgpu.ACC(state.shape)
-  )
+  dr, state = pl.run_scoped(products, _square(), plgpu.ACC(state.shape))
   here.store_rows(here._where_valid(dr), here.token_rows(dv_gm))
   return state
