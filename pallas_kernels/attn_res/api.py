@@ -61,11 +61,7 @@ def attn_res(
   _check_sources(sources, pseudo_query.shape)
   if use_last is not None and len(sources) < 2:
     raise ValueError("use_last needs a source beside the last")
-  if norm_scale is not None and norm_scale.shape != pseudo_query.shape:
-    raise ValueError(
-        f"norm_scale {norm_scale.shape} differs from pseudo_query"
-        f" {pseudo_query.shape}"
-    )
+  _check_norm_scale(norm_scale, pseudo_query)
   query = _query(pseudo_query, key_scale)
   arguments = eps, sources, query, use_last, norm_scale
   candidates = {
@@ -77,7 +73,7 @@ def attn_res(
 
 
 def attn_res_stats(
-    bank: Float[Array, "s ... d"],
+    bank: Sequence[Float[Array, "... d"]] | Float[Array, "s ... d"],
     pseudo_queries: Float[Array, "q d"],
     key_scales: Float[Array, "q d"],
     *,
@@ -89,7 +85,7 @@ def attn_res_stats(
   logits, with which attn_res_merge adds the block's running prefix.
 
   Args:
-    bank: [S, ..., D] finished sources, S >= 1.
+    bank: finished sources, S >= 1, as in attn_res.
     pseudo_queries: [Q, D] one per layer.
     key_scales: [Q, D] one per layer.
     eps: added to the mean square under the root.
@@ -105,6 +101,8 @@ def attn_res_stats(
   Deviation: the partial is normalised, so that rounding it to bf16 does not
   grow with the number of sources.
   """
+  if not isinstance(bank, jax.Array):
+    bank = tuple(bank)
   _check_sources(bank, pseudo_queries.shape[1:])
   return reference.stats(eps, bank, _query(pseudo_queries, key_scales))
 
@@ -116,7 +114,10 @@ def attn_res_merge(
     pseudo_query: Float[Array, " d"],
     key_scale: Float[Array, " d"],
     *,
+    use_prefix: Bool[Array, ""] | None = None,
+    norm_scale: Float[Array, " d"] | None = None,
     eps: float = 1e-6,
+    implementation: dispatch.Implementation = None,
 ) -> Float[Array, "... d"]:
   """Adds the running prefix to one layer's mix of the finished sources.
 
@@ -128,13 +129,17 @@ def attn_res_merge(
     prefix: [..., D] the block's running sum.
     pseudo_query: [D].
     key_scale: [D].
-    eps: added to the mean square under the root.
+    use_prefix: use_last of attn_res, for the prefix.
+    norm_scale: as in attn_res.
+    eps: added to the mean squares under the roots.
+    implementation: as in attn_res; on TPUs it is XLA's whatever the name.
 
   Returns:
     [..., D] in prefix's dtype.
 
   Raises:
     ValueError: shapes that do not fit together.
+    NotImplementedError: nothing that was asked for serves these arguments.
 
   Source: Attention Residuals, algorithm 1 (phase 2), arXiv:2603.15031.
   """
@@ -144,8 +149,15 @@ def attn_res_merge(
         f"partial {partial.shape} and log_sum_exp {log_sum_exp.shape} do not"
         f" fit prefix {prefix.shape}"
     )
+  _check_norm_scale(norm_scale, pseudo_query)
   query = _query(pseudo_query, key_scale)
-  return reference.merge(eps, partial, log_sum_exp, prefix, query)
+  arguments = eps, partial, log_sum_exp, prefix, query, use_prefix, norm_scale
+  candidates = {
+      "mosaic_gpu": lambda: mosaic_gpu.merge(*arguments),
+      "mosaic_tpu": lambda: mosaic_tpu.merge(*arguments),
+      "reference": lambda: reference.normed_merge(*arguments),
+  }
+  return dispatch.run("attn_res_merge", candidates, implementation)
 
 
 def _query(pseudo_query, key_scale):
@@ -156,6 +168,14 @@ def _query(pseudo_query, key_scale):
         " differ in shape"
     )
   return pseudo_query.astype(jnp.float32) * key_scale.astype(jnp.float32)
+
+
+def _check_norm_scale(norm_scale, pseudo_query):
+  if norm_scale is not None and norm_scale.shape != pseudo_query.shape:
+    raise ValueError(
+        f"norm_scale {norm_scale.shape} differs from pseudo_query"
+        f" {pseudo_query.shape}"
+    )
 
 
 def _check_sources(sources, query_shape):

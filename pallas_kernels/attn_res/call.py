@@ -26,6 +26,7 @@ class Call:
     padded: D in memory, a multiple of 128.
     dtype: of sources and output.
     normed: whether the mix is normed.
+    given: whether the first source's logits are.
     eps: added to the mean square.
     interpret: how the kernel is interpreted, or None on the device.
   """
@@ -37,6 +38,7 @@ class Call:
   padded: int
   dtype: jnp.dtype
   normed: bool
+  given: bool
   eps: float
   interpret: Any
 
@@ -61,6 +63,7 @@ def by_rows(
     query: Float[Array, " D"],
     use_last: Bool[Array, ""] | None,
     norm_scale: Float[Array, " D"] | None = None,
+    first_logits: Float[Array, "..."] | None = None,
     *,
     unit: int,
     **options: Any,
@@ -68,13 +71,16 @@ def by_rows(
   """Calls a kernel on rows of whole multiples of `unit` columns.
 
   Args:
-    mix: the kernel, of (call, operands, query, flag, gain): S arrays [N, D] or
-      one [S, N, D], fp32 [D], int32 [1] or None, fp32 [D] or None.
+    mix: the kernel, of (call, operands, query, flag, gain, given): S arrays
+      [N, D] or one [S, N, D], fp32 [D], and int32 [1], fp32 [D], fp32 [N] or
+      None each.
     make: Call, or a class of the device's that extends it.
     sources: of `reference.mix`.
     query: likewise.
     use_last: likewise.
-    norm_scale: likewise.
+    norm_scale: of `reference.normed_mix`.
+    first_logits: fp32, of the first source where they are known; None: like the
+      others'.
     unit: columns; other widths are padded, at the cost of a copy.
     **options: further fields of the call.
   """
@@ -97,6 +103,7 @@ def by_rows(
       padded=width + padding,
       dtype=jnp.dtype(first.dtype),
       normed=norm_scale is not None,
+      given=first_logits is not None,
       **options,
   )
   operands = (rows(sources),) if stacked else tuple(map(rows, sources))
@@ -105,5 +112,6 @@ def by_rows(
     flag = jnp.reshape(use_last, 1).astype(jnp.int32)
   if norm_scale is not None:
     gain = pad(norm_scale.astype(jnp.float32))
-  mixed = mix(call, operands, pad(query), flag, gain)
+  given = None if first_logits is None else first_logits.reshape(-1)
+  mixed = mix(call, operands, pad(query), flag, gain, given)
   return mixed[:, :width].reshape(first.shape)

@@ -19,6 +19,10 @@ in memory. With A = g G, G the cotangent of y, backward has
   H = rho A - rho^3 (A . h / D) h,  dg = rho h G,  and then as above with H
   for G, where H . v_i = rho (A . v_i) - rho^3 (A . h / D) (h . v_i)
 
+A merge is a mix of two sources: the partial mix, whose logit s_0 (the
+log-sum-exp of what it mixes) is given and gets a gradient of its own, ds_0, and
+the prefix. r_0 = 0 then keeps the query out of the partial's gradient.
+
 Kept for the backward pass: the sources and, per token, [2, 32] fp32: s_i and
 r_i, in the letters of `reference`. The vectors' gradients are summed in
 registers over a block's tokens, then over blocks by XLA, always in the same
@@ -73,6 +77,31 @@ def mix(
   call_lib.check_served(sources)
   if interpret is None:
     dispatch.check_hopper()
+  return _serve(eps, sources, query, use_last, norm_scale, None, interpret)
+
+
+def merge(
+    eps: float,
+    partial: Float[Array, "... D"],
+    log_sum_exp: Float[Array, "..."],
+    prefix: Float[Array, "... D"],
+    query: Float[Array, " D"],
+    use_prefix: Bool[Array, ""] | None = None,
+    norm_scale: Float[Array, " D"] | None = None,
+    *,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> Float[Array, "... D"]:
+  """`reference.merge` on Hopper, with its gradients; see `mix`."""
+  sources = partial, prefix
+  call_lib.check_served(sources)
+  if interpret is None:
+    dispatch.check_hopper()
+  return _serve(
+      eps, sources, query, use_prefix, norm_scale, log_sum_exp, interpret
+  )
+
+
+def _serve(eps, sources, query, use_last, norm_scale, given, interpret):
   normed = norm_scale is not None and _norm_fits(sources)
   mixed = call_lib.by_rows(
       _mix,
@@ -81,6 +110,7 @@ def mix(
       query,
       use_last,
       norm_scale if normed else None,
+      given,
       unit=_unit(sources[0].shape[-1], normed),
       eps=float(eps),
       interpret=interpret,
@@ -375,19 +405,24 @@ def _whole(plan, x):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run_forward(call, sources, query, flag, gain):
+def _run_forward(call, sources, query, flag, gain, given):
   """Returns h or y [N, D] and s_i and r_i, the scalars [N, 2, 32]."""
   plan = _plan_forward(call)
   num_refs = len(sources)
-  flags_given = () if flag is None else (flag,)
+  has_flag = flag is not None
   gains = (_parts(plan, gain),) if call.normed else ()
+  optional = (*((flag,) if has_flag else ()), *gains)
+  if call.given:
+    optional = (*optional, given)
 
   def body(
       *refs, ring, loaded, staged, kept, sums, meeting=None, **of_norm
   ):
     sources, refs = refs[:num_refs], refs[num_refs:]
-    query, *refs, out, scalars = refs
-    flags, gains = refs[: len(flags_given)], refs[len(flags_given) :]
+    query, *optional, out, scalars = refs
+    flag = optional.pop(0) if has_flag else None
+    gain = optional.pop(0) if call.normed else None
+    given = optional.pop(0) if call.given else None
 
     def copies(i, k, token, part, target, barrier):
       del k
@@ -402,13 +437,14 @@ def _run_forward(call, sources, query, flag, gain):
     rows.start()
     group, part = rows.group, rows.part
     u = plgpu.load(query.at[part], layout=plan.layout, optimized=False)
-    flags = [ref[0] for ref in flags]
-    norm = _Norm(plan, rows, *gains, **of_norm) if call.normed else None
+    use_last = flag[0] if has_flag else None
+    norm = _Norm(plan, rows, gain, **of_norm) if call.normed else None
     staged, kept, sums = staged.at[rows.thread], kept.at[group], sums.at[group]
 
     @pl.loop(0, rows.count)
     def _(k):
       kept_here = kept.at[lax.rem(k, 2)]
+      given_here = given[rows.token(k)] if call.given else None
 
       def one(i, carry):
         top, total, mixed = carry
@@ -422,8 +458,11 @@ def _run_forward(call, sources, query, flag, gain):
         square = _add_up(here.at[1], plan.split) / call.width
         inverse_rms = lax.rsqrt(square + call.eps)
         logit = _add_up(here.at[0], plan.split) * inverse_rms
-        for flag in flags:
-          left_out = (i == call.num_sources - 1) & (flag == 0)
+        if call.given:
+          logit = jnp.where(i == 0, given_here, logit)
+          inverse_rms = jnp.where(i == 0, 0.0, inverse_rms)
+        if has_flag:
+          left_out = (i == call.num_sources - 1) & (use_last == 0)
           logit = jnp.where(left_out, reference.EXCLUDED, logit)
 
         @pl.when(part == 0)
@@ -479,7 +518,7 @@ def _run_forward(call, sources, query, flag, gain):
       out_type,
       scratch,
       "attn_res_forward",
-      (*map(parts, sources), parts(query), *flags_given, *gains),
+      (*map(parts, sources), parts(query), *optional),
   )
   # Without it XLA writes fp32 copies for a norm that follows (jax 0.11.2).
   return lax.optimization_barrier(_whole(plan, mixed)), scalars
@@ -487,7 +526,7 @@ def _run_forward(call, sources, query, flag, gain):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _run_backward(call, sources, query, scalars, gain, d_mixed):
-  """Returns dv_i, like the sources, du [D] fp32 and dg [D] fp32 or None."""
+  """Returns dv_i, like the sources, du, dg or None [D] and ds_0 or None [N]."""
   plan = _plan_backward(call)
   num_refs, num_sources = len(sources), call.num_sources
   twice = plan.items > num_sources + 1
@@ -502,7 +541,8 @@ def _run_backward(call, sources, query, scalars, gain, d_mixed):
     sources, refs = refs[:num_refs], refs[num_refs:]
     query, scalars, d_mixed, *refs = refs
     gains, refs = refs[: call.normed], refs[call.normed :]
-    d_sources, d_vectors = refs[:num_refs], refs[num_refs:]
+    d_sources, refs = refs[:num_refs], refs[num_refs:]
+    d_vectors, d_given = refs[: 1 + call.normed], refs[1 + call.normed :]
 
     def copies(item, k, token, part, target, barrier):
       @pl.when(item == 0)
@@ -578,6 +618,12 @@ def _run_backward(call, sources, query, scalars, gain, d_mixed):
       _meet(plan, meeting, group)
       scale, bend = _depth_gradient(plan, here, kept_here, shares)
       plgpu.commit_smem()
+      if call.given:
+
+        @pl.when(part == 0)
+        def _():
+          d_given[0][rows.token(k)] = shares[3, 0]
+
       if call.normed:
         d_gain = cotangent.astype(jnp.float32) * mixed * scale
         totals = totals[0], totals[1] + d_gain
@@ -630,7 +676,7 @@ def _run_backward(call, sources, query, scalars, gain, d_mixed):
           (plan.groups, 2, 1 + call.normed, call_lib.MAX_SOURCES, warps),
           jnp.float32,
       ),
-      shares=plgpu.SMEM((plan.threads, 3, call_lib.MAX_SOURCES), jnp.float32),
+      shares=plgpu.SMEM((plan.threads, 4, call_lib.MAX_SOURCES), jnp.float32),
       **_Norm.scratch(plan),
   )
   parts = functools.partial(_parts, plan)
@@ -638,17 +684,20 @@ def _run_backward(call, sources, query, scalars, gain, d_mixed):
   out_type = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in sources]
   by_group = (plan.blocks * plan.groups, plan.split, *plan.row)
   d_vector = jax.ShapeDtypeStruct(by_group, jnp.float32)
+  d_given = [jax.ShapeDtypeStruct((call.tokens,), jnp.float32)] * call.given
   results = _launch(
       plan,
       body,
-      [*out_type, *(d_vector,) * (1 + call.normed)],
+      [*out_type, *(d_vector,) * (1 + call.normed), *d_given],
       scratch,
       "attn_res_backward",
       (*sources, parts(query), scalars, parts(d_mixed), *gains),
   )
+  d_given = results.pop() if call.given else None
   results = [_whole(plan, x) for x in results]
   d_query, *d_gain = (jnp.sum(x, axis=0) for x in results[num_refs:])
-  return tuple(results[:num_refs]), d_query, *(d_gain or (None,))
+  d_gain = d_gain[0] if call.normed else None
+  return tuple(results[:num_refs]), d_query, d_gain, d_given
 
 
 def _softmax(plan, kept):
@@ -667,13 +716,13 @@ def _softmax(plan, kept):
 
 
 def _depth_gradient(plan, dots, kept, shares):
-  """Writes [p_i, ds_i r_i, ds_i s_i r_i^2 / D], a lane per source.
+  """Writes [p_i, ds_i r_i, ds_i s_i r_i^2 / D, ds_i], a lane per source.
 
   Args:
     plan: of the backward pass.
     dots: [1 or 2, 32, warps] A . v_i and, with a norm, h . v_i.
     kept: [2, 32] s_i and r_i.
-    shares: [3, 32] where to write.
+    shares: [4, 32] where to write.
 
   Returns:
     rho and rho^3 (A . h) / D, or None twice without a norm.
@@ -695,26 +744,31 @@ def _depth_gradient(plan, dots, kept, shares):
     bend = bend * scale * scale * scale
     towards = towards * scale - by_mix * bend
   mean = jnp.sum(weight * towards, axis=0)
-  scaled = weight * (towards - mean) * inverse_rms
+  d_logit = weight * (towards - mean)
+  scaled = d_logit * inverse_rms
   shares.at[0][...] = weight
   shares.at[1][...] = scaled
   shares.at[2][...] = scaled * logit * inverse_rms * (1.0 / call.width)
+  if call.given:
+    shares.at[3][...] = d_logit
   return scale, bend
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mix(call, sources, query, flag, gain):
-  return _run_forward(call, sources, query, flag, gain)[0]
+def _mix(call, sources, query, flag, gain, given):
+  return _run_forward(call, sources, query, flag, gain, given)[0]
 
 
-def _mix_forward(call, sources, query, flag, gain):
-  mixed, scalars = _run_forward(call, sources, query, flag, gain)
+def _mix_forward(call, sources, query, flag, gain, given):
+  mixed, scalars = _run_forward(call, sources, query, flag, gain, given)
   return mixed, (sources, query, scalars, gain)
 
 
 def _mix_backward(call, residuals, d_mixed):
-  d_sources, d_query, d_gain = _run_backward(call, *residuals, d_mixed)
-  return d_sources, d_query, None, d_gain
+  d_sources, d_query, d_gain, d_given = _run_backward(
+      call, *residuals, d_mixed
+  )
+  return d_sources, d_query, None, d_gain, d_given
 
 
 _mix.defvjp(_mix_forward, _mix_backward)

@@ -69,6 +69,16 @@ def mix(
   return reference.rms_norm(eps, mixed, norm_scale)
 
 
+def merge(*arguments) -> Float[Array, "... D"]:
+  """`reference.normed_merge`: XLA fuses two sources well enough.
+
+  Raises:
+    NotImplementedError: the device is no TPU.
+  """
+  dispatch.check_tpu()
+  return reference.normed_merge(*arguments)
+
+
 class _Call(call_lib.Call):
   """How a call is cut into programs."""
 
@@ -290,13 +300,13 @@ def _in_lanes(zeros, logits, inverse_rms):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mix(call, sources, query, flag, gain):
-  del gain  # XLA does the norm
+def _mix(call, sources, query, flag, gain, given):
+  del gain, given  # XLA norms and merges
   return _run_forward(call, sources, query, flag)[0]
 
 
-def _mix_forward(call, sources, query, flag, gain):
-  del gain
+def _mix_forward(call, sources, query, flag, gain, given):
+  del gain, given
   mixed, scalars = _run_forward(call, sources, query, flag)
   return mixed, (sources, query, scalars)
 
@@ -304,7 +314,7 @@ def _mix_forward(call, sources, query, flag, gain):
 def _mix_backward(call, residuals, d_mixed):
   sources, query, scalars = residuals
   d_sources, d_query = _run_backward(call, sources, query, scalars, d_mixed)
-  return d_sources, d_query, None, None
+  return d_sources, d_query, None, None, None
 
 
 _mix.defvjp(_mix_forward, _mix_backward)

@@ -104,7 +104,7 @@ def stats(eps, bank, queries):
 
   Args:
     eps: added to the mean square.
-    bank: [S, ..., D].
+    bank: tuple of S arrays [..., D], or one array [S, ..., D].
     queries: [Q, D] fp32, key scale included.
 
   Returns:
@@ -115,12 +115,14 @@ def stats(eps, bank, queries):
 
 
 def _stats_forward(eps, bank, queries):
-  inverse_rms = _inverse_rms(bank, eps)
-  logits = _einsum("...d,qd->q...", bank.astype(jnp.float32), queries)
-  logits *= inverse_rms[None]  # [Q, S, ...]
+  inverse_rms = _each(lambda v: _inverse_rms(v, eps), bank)
+  agree = lambda v: _einsum("...d,qd->q...", v.astype(jnp.float32), queries)
+  logits = jnp.stack([agree(v) for v in bank], 1)  # [Q, S, ...]
+  logits *= inverse_rms[None]
   log_sum_exp = jax.nn.logsumexp(logits, axis=1)
   weights = jnp.exp(logits - log_sum_exp[:, None])
-  partial = jnp.sum(_scale(weights, bank[None]), axis=1).astype(bank.dtype)
+  terms = (_scale(weights[:, i], v[None]) for i, v in enumerate(bank))
+  partial = functools.reduce(jnp.add, terms).astype(bank[0].dtype)
   residuals = bank, queries, inverse_rms, logits, weights
   return (partial, log_sum_exp), residuals
 
@@ -129,22 +131,39 @@ def _stats_backward(eps, residuals, cotangents):
   del eps
   bank, queries, inverse_rms, logits, weights = residuals
   d_partial, d_log_sum_exp = cotangents
-  along = _dot(bank[None], d_partial[:, None])  # [Q, S, ...], G . v_i
+  along = [_dot(v[None], d_partial) for v in bank]  # G . v_i, [Q, ...] each
+  along = jnp.stack(along, 1)
   mean = jnp.sum(weights * along, axis=1)
   d_logits = weights * (along + (d_log_sum_exp - mean)[:, None])
   scaled = d_logits * inverse_rms[None]
   back = jnp.sum(scaled * logits, axis=0) * inverse_rms / queries.shape[-1]
-  d_bank = jnp.sum(_scale(weights, d_partial[:, None]), axis=0)
-  d_bank += _einsum("q...,qd->...d", scaled, queries) - _scale(back, bank)
-  d_queries = _einsum("q...,...d->qd", scaled, bank.astype(jnp.float32))
-  return d_bank.astype(bank.dtype), d_queries
+
+  def d_source(i, v):
+    gradient = jnp.sum(_scale(weights[:, i], d_partial), axis=0)
+    gradient += _einsum("q...,qd->...d", scaled[:, i], queries)
+    return (gradient - _scale(back[i], v)).astype(v.dtype)
+
+  d_bank = tuple(d_source(i, v) for i, v in enumerate(bank))
+  if not isinstance(bank, tuple):
+    d_bank = jnp.stack(d_bank)
+  weigh = lambda s, v: _einsum("q...,...d->qd", s, v.astype(jnp.float32))
+  d_queries = sum(weigh(scaled[:, i], v) for i, v in enumerate(bank))
+  return d_bank, d_queries
 
 
 stats.defvjp(_stats_forward, _stats_backward)
 
 
+def normed_merge(
+    eps, partial, log_sum_exp, prefix, query, use_prefix=None, norm_scale=None
+):
+  """`merge`, then `rms_norm` if there is a scale."""
+  mixed = merge(eps, partial, log_sum_exp, prefix, query, use_prefix)
+  return mixed if norm_scale is None else rms_norm(eps, mixed, norm_scale)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def merge(eps, partial, log_sum_exp, prefix, query):
+def merge(eps, partial, log_sum_exp, prefix, query, use_prefix=None):
   """Adds one source to a mix: a softmax over the two of them.
 
   Args:
@@ -153,16 +172,21 @@ def merge(eps, partial, log_sum_exp, prefix, query):
     log_sum_exp: [...] fp32 of their logits.
     prefix: [..., D] the source to add.
     query: [D] fp32, key scale included.
+    use_prefix: bool scalar, whether it counts; None: it does.
 
   Returns:
     [..., D] in prefix's dtype.
   """
-  return _merge_forward(eps, partial, log_sum_exp, prefix, query)[0]
+  return _merge_forward(
+      eps, partial, log_sum_exp, prefix, query, use_prefix
+  )[0]
 
 
-def _merge_forward(eps, partial, log_sum_exp, prefix, query):
+def _merge_forward(eps, partial, log_sum_exp, prefix, query, use_prefix):
   inverse_rms = _inverse_rms(prefix, eps)
   logit = _dot(prefix, query) * inverse_rms
+  if use_prefix is not None:
+    logit = jnp.where(use_prefix, logit, EXCLUDED)
   gap = logit - log_sum_exp
   mixed = _scale(jax.nn.sigmoid(gap), prefix)
   mixed += _scale(jax.nn.sigmoid(-gap), partial)
@@ -185,6 +209,7 @@ def _merge_backward(eps, residuals, d_mixed):
       -d_logit,
       d_prefix.astype(prefix.dtype),
       _weigh_tokens(scaled, prefix),
+      None,
   )
 
 

@@ -10,7 +10,7 @@ from jax import numpy as jnp
 from pallas_kernels import aot
 from pallas_kernels import attn_res
 
-_TOKENS = 1024
+_TOKENS = 4096
 
 
 class AttnResResourcesTest(parameterized.TestCase):

@@ -1,6 +1,7 @@
 """The Hopper attention-residual kernels in the CPU interpreter."""
 
 import contextlib
+import functools
 from unittest import mock
 
 from absl.testing import absltest
@@ -135,6 +136,28 @@ class MosaicGpuTest(parameterized.TestCase):
     expected = (jnp.stack(d_sources), *d_vectors)
     for a, b in zip((*actual[1:], d_scale), expected, strict=True):
       testing.assert_close(a, b, f"{kind} gradient")
+
+  def test_a_merge_with_a_norm_equals_the_reference(self):
+    sources, query, cotangent = _inputs(2, 5, 128, jnp.float32)
+    scale = 1.0 + 0.2 * jax.random.normal(jax.random.key(9), (128,))
+    arguments = (
+        sources[0], jax.random.normal(jax.random.key(8), (5,)), sources[1],
+        query,
+    )  # fmt: skip
+
+    def both(merge):
+      out, pull = jax.vjp(
+          lambda *x: merge(_EPS, *x[:4], norm_scale=x[4]), *arguments, scale
+      )
+      return out, *pull(cotangent)
+
+    merge = functools.partial(mosaic_gpu.merge, interpret=_INTERPRET)
+    actual = jax.block_until_ready(both(merge))
+    self.assertFalse(gpu_callbacks.get_races().races_found)
+    expected = both(reference.normed_merge)
+    testing.assert_close(actual[0], expected[0], "fp32")
+    for a, b in zip(actual[1:], expected[1:], strict=True):
+      testing.assert_close(a, b, "fp32 gradient")
 
   @parameterized.parameters(
       (33, 128, jnp.float32, "33 sources"),
