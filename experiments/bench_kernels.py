@@ -6,20 +6,17 @@
 
 On the device at hand: checks outputs and gradients against a float64
 recurrence in five gate regimes (and stops if ours fail), then times ours and
-the peers that run in JAX in this process and fla in another, forward+backward
-with the output returned. `--hard` adds the inputs that broke public kernels.
-Prints one table; the JSON has every number. A time is that of back-to-back
-calls, divided: the device's, since the host runs ahead of it. Peers are
-optional; they are measured, never used.
+the peers that run in JAX in this process and fla in another, which compiles
+while ours are checked; forward+backward with the output returned. `--hard` adds
+the inputs that broke public kernels. Prints one table; the JSON has every
+number. A time is that of back-to-back calls, divided: the device's, since the
+host runs ahead of it. Peers are optional; they are measured, never used.
 """
 
+from concurrent import futures
 import functools
-import importlib.util
 import json
 import os
-import subprocess
-import sys
-import tempfile
 
 from absl import app
 from absl import flags
@@ -28,9 +25,11 @@ from jax import numpy as jnp
 import numpy as np
 
 from experiments.kda_bench import decode
+from experiments.kda_bench import fla_process
 from experiments.kda_bench import hard
 from experiments.kda_bench import inputs as inputs_lib
 from experiments.kda_bench import peers
+from experiments.kda_bench import table
 from experiments.kda_bench import timing
 from pallas_kernels.kda import api
 from pallas_kernels.kda import arg_specs
@@ -45,10 +44,8 @@ _PEERS = flags.DEFINE_list(
     ["jax-linear-attention", "fla"],
     "Of jax-linear-attention, tokamax and fla.",
 )
-_FLA_SHAPES = flags.DEFINE_list(
-    "fla_shapes",
-    ["b1_t8192_h96"],
-    "Shapes fla runs too; it tunes each number of heads for two minutes.",
+_FLA_TUNED = flags.DEFINE_string(
+    "fla_tuned", None, "Folder that keeps, and may have, what fla tuned."
 )
 _IMPLEMENTATION = flags.DEFINE_string(
     "implementation", None, "Of fused_kda; the device's best by default."
@@ -85,7 +82,13 @@ def check(runs):
     cotangent = inputs_lib.cotangent(x)
     expected = inputs_lib.exact(x, cotangent)
     for name, run in runs.items():
-      row = inputs_lib.errors(run(x, cotangent, regime), expected)
+      try:
+        row = inputs_lib.errors(run(x, cotangent, regime), expected)
+      except Exception as error:  # pylint: disable=broad-exception-caught
+        if name == "ours":
+          raise
+        print(f"{name:21} {regime:11} {str(error)[:200]}")
+        continue
       errors[name][regime] = row
       print(
           f"{name:21} {regime:11}",
@@ -117,28 +120,43 @@ def _floors(spec, rate):
   }
 
 
-def time_shape(name, runs, rate):
+def compile_all(shapes, runs):
+  """{(shape, implementation, kind): future of a compiled call}."""
+  compiled = {}
+  with futures.ThreadPoolExecutor() as pool:
+    for name in shapes:
+      x = arg_specs.SPECS[name].shapes()
+      for label, run in runs.items():
+        for kind, fn, args in zip(
+            KINDS,
+            (jax.jit(run), inputs_lib.with_gradient(run)),
+            ((x,), (x, x["v"])),
+        ):
+          compiled[name, label, kind] = pool.submit(fn.lower(*args).compile)
+  print(f"compiled {len(compiled)} calls", flush=True)
+  return compiled
+
+
+def time_shape(name, compiled, rate):
   """Times forward and forward+backward of every implementation."""
   spec = arg_specs.SPECS[name]
   x = inputs_lib.make_inputs(spec)
   cotangent = inputs_lib.cotangent(x)
   rows = {}
-  for label, run in runs.items():
-    row = rows[label] = {}
-    for kind, fn, args in zip(
-        KINDS,
-        (jax.jit(run), inputs_lib.with_gradient(run)),
-        ((x,), (x, cotangent)),
-    ):
-      try:
-        compiled = fn.lower(*args).compile()
-        row[kind] = timing.timed(compiled, *args, repeats=_REPEATS.value)
-        memory = compiled.memory_analysis()
-        row[f"{kind} temp GiB"] = memory.temp_size_in_bytes / 2**30
-      except Exception as error:  # pylint: disable=broad-exception-caught
-        row[f"{kind} failed"] = str(error)[:200]  # a peer's, reported as such
-        if label == "ours":
-          raise
+  for (shape, label, kind), future in compiled.items():
+    if shape != name:
+      continue
+    row = rows.setdefault(label, {})
+    args = (x,) if kind == "forward" else (x, cotangent)
+    try:
+      call = future.result()
+      row[kind] = timing.timed(call, *args, repeats=_REPEATS.value)
+      memory = call.memory_analysis()
+      row[f"{kind} temp GiB"] = memory.temp_size_in_bytes / 2**30
+    except Exception as error:  # pylint: disable=broad-exception-caught
+      row[f"{kind} failed"] = str(error)[:200]  # a peer's, reported as such
+      if label == "ours":
+        raise
     print(name, label, row, flush=True)
   parts = _parts(x)
   print(name, "kernels", parts, flush=True)
@@ -186,92 +204,6 @@ def _parts(x):
   }
 
 
-class _Fla:
-  """fla's process: it runs once, for errors, shapes and the decode step."""
-
-  def __init__(self, shapes, decode_shape, check_errors):
-    self._folder = tempfile.TemporaryDirectory()
-    self._job = os.path.join(self._folder.name, "job.json")
-    inputs = {}
-    if check_errors:
-      for regime in inputs_lib.REGIMES:
-        x = inputs_lib.make_inputs(inputs_lib.CHECK, regime)
-        x["cotangent"] = inputs_lib.cotangent(x)
-        inputs[regime] = os.path.join(self._folder.name, f"inputs_{regime}.npz")
-        np.savez(
-            inputs[regime],
-            **{k: np.asarray(y, np.float32) for k, y in x.items()},
-        )
-    specs = {name: arg_specs.SPECS[name] for name in shapes}
-    job = {
-        "inputs": inputs,
-        "repeats": _REPEATS.value,
-        "decode": decode_shape,
-        "shapes": {
-            name: [s.batch, s.tokens, s.heads, s.key_width]
-            for name, s in specs.items()
-        },
-    }
-    with open(self._job, "w") as file:
-      json.dump(job, file)
-    subprocess.run(
-        [sys.executable, "-m", "experiments.kda_bench.fla", self._job],
-        check=True,
-    )
-    with open(self._job) as file:
-      self.job = json.load(file)
-
-  def results(self, unused_x, unused_cotangent, regime):
-    """Output and gradients on a regime's inputs."""
-    path = os.path.join(self._folder.name, f"results_{regime}.npz")
-    with np.load(path) as arrays:
-      loaded = {name: arrays[name] for name in arrays.files}
-    return loaded.pop("output"), loaded
-
-
-def _start_fla(shapes, decode_shape, check_errors):
-  if "fla" not in _PEERS.value or importlib.util.find_spec("fla") is None:
-    return None
-  try:
-    return _Fla(shapes, decode_shape, check_errors)
-  except subprocess.CalledProcessError as error:
-    print(f"fla is left out: {error}")
-    return None
-
-
-def print_table(results):
-  """Prints times, spreads, ratios to ours, floors and temporary memory."""
-  for name, result in results["shapes"].items():
-    print(
-        f"\n{name}: floors (bytes, FLOPs) "
-        + "; ".join(
-            f"{kind} {b:.2f}, {f:.2f} ms"
-            for kind, (b, f) in result["floors"].items()
-        )
-    )
-    parts = result["parts"].items()
-    print("  " + " ".join(f"{part} {ms:.3f}" for part, (ms, _) in parts))
-    ours = result["rows"]["ours"]
-    for label, row in result["rows"].items():
-      cells = []
-      for kind, floors in result["floors"].items():
-        if kind not in row:
-          cells.append(f"{kind}: {row.get(f'{kind} failed', 'not run')[:60]}")
-          continue
-        ms, spread = row[kind]
-        cells.append(
-            f"{kind} {ms:8.3f} +-{spread:5.3f} ms"
-            f" ({ms / ours[kind][0]:5.2f}x ours,"
-            f" {ms / max(floors):5.2f}x floor,"
-            f" {row.get(f'{kind} temp GiB', float('nan')):5.2f} GiB)"
-        )
-      print(f"  {label:21}" + "  ".join(cells))
-  step = results.get("decode", {})
-  for label, row in step.items():
-    ms = row["ms"] if isinstance(row, dict) else row
-    print(f"decode {label:15} {ms}")
-
-
 def _write(results):
   if _OUTPUT.value:
     with open(_OUTPUT.value, "w") as file:
@@ -282,21 +214,24 @@ def _add_fla(results, fla):
   """Adds what fla's process measured."""
   if fla.job["inputs"]:
     results["errors"] |= check({"fla": fla.results})
-  if "decode ms" in fla.job:
+  if fla.job["decode"]:
     results["decode"]["fla"] = {"ms": fla.job["decode ms"]}
   for name, row in fla.job["times"].items():
-    if name in results["shapes"]:
-      results["shapes"][name]["rows"]["fla"] = row
+    results["shapes"][name]["rows"]["fla"] = row
 
 
 def main(argv):
   del argv
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
   decode_shape = [int(n) for n in _DECODE.value]
-  shapes, fla_shapes = _SHAPES.value, _FLA_SHAPES.value
-  check_errors = _CHECK.value
+  shapes, check_errors = _SHAPES.value, _CHECK.value
   if _DECODE_ONLY.value:
-    shapes, fla_shapes, check_errors = [], [], False
+    shapes, check_errors = [], False
+  fla = None
+  if "fla" in _PEERS.value:
+    fla = fla_process.start(
+        shapes, decode_shape, _REPEATS.value, _FLA_TUNED.value, check_errors
+    )
   runs = {"ours": _ours} | peers.jax_peers(_PEERS.value)
   cases = hard.start() if _HARD.value else []
   results = {"device": jax.devices()[0].device_kind, "shapes": {}}
@@ -312,17 +247,22 @@ def main(argv):
   results["hard"] = list(hard.results(cases, _HARD_TIMEOUT))
   for name, good, numbers in results["hard"]:
     print(f"hard: {name}: {'holds' if good else 'FAILS'} ({numbers})")
+  compiled = compile_all(shapes, runs)
+  if fla:
+    fla.wait_until_compiled()
   rate = timing.copy_rate(_REPEATS.value)
   results["copy TB/s"] = rate / 1e9
   print(f"{results['device']}: copy {rate / 1e9:.2f} TB/s", flush=True)
   if decode_shape:
     results["decode"] = decode.measure(*decode_shape, rate, _REPEATS.value)
   for name in shapes:
-    results["shapes"][name] = time_shape(name, runs, rate)
+    results["shapes"][name] = time_shape(name, compiled, rate)
     _write(results)
-  if fla := _start_fla(fla_shapes, decode_shape, check_errors):
+  if fla and fla.measure():
     _add_fla(results, fla)
-  print_table(results)
+  for name, result in results["shapes"].items():
+    table.print_shape(name, result)
+  table.print_decode(results.get("decode", {}))
   _write(results)
 
 
