@@ -1,6 +1,9 @@
 """Attention residuals: each sub-layer mixes what earlier blocks have built."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence
+import functools
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -13,6 +16,73 @@ from pallas_kernels import attn_res
 from sparsemm_jax import config as config_lib
 from sparsemm_jax.layers import norms
 from sparsemm_jax.layers import stats
+
+
+class PartialMix(NamedTuple):
+  """What phase one makes for phase two; arrays of several mixes are stacked."""
+
+  mixed: Float[Array, "*n b t d"]
+  log_sum_exp: Float[Array, "*n b t"]
+
+
+def partial_mix(
+    config: config_lib.ModelConfig,
+    params: Mapping[str, Float[Array, "n d"]],
+    bank: Sequence[Float[Array, "b t d"]],
+) -> PartialMix:
+  """Mixes the bank for n layers at once: phase one.
+
+  Args:
+    config: the model's.
+    params: of DepthMix, stacked over layers.
+    bank: S arrays [B, T, D].
+
+  Returns:
+    Arrays with n in front: what each layer's DepthMix takes as `partial`.
+  """
+  return PartialMix(
+      *attn_res.attn_res_stats(
+          bank, params["pseudo_query"], params["key_scale"], eps=config.norm_eps
+      )
+  )
+
+
+def moved_rows(
+    num_sources: int, num_layers: int, *, two_phases: bool, remat: bool
+) -> float:
+  """Counts what one mix of a scanned group moves in a training step.
+
+  Unit: [B, T, D] arrays in the activations' dtype, read or written once. The
+  mix gives its norm and the running sum's gradient is left out. One phase reads
+  S sources and the running sum and writes the result, twice with
+  rematerialisation; backward reads them with the cotangent, writes their
+  gradients, and adds the bank's to those of other layers. In two phases the
+  scan sees one array in the bank's place; XLA reads the bank for each layer's
+  partial mix, and once for its gradient.
+
+  Args:
+    num_sources: S, in the bank.
+    num_layers: that share the bank in the scan, two mixes each.
+    two_phases: whether the bank is mixed before the scan.
+    remat: whether the forward pass runs twice.
+  """
+  passes = 2 if remat else 1
+  if not two_phases:
+    accumulated = 4 * num_sources / 2  # over a layer's two mixes
+    return (
+        passes * (num_sources + 2) + (2 * num_sources + 3) + accumulated
+    )
+  phase_one, merged = num_sources + 1, 3
+  of_bank = num_sources + 2 + num_sources / num_layers
+  return passes * (phase_one + merged) + 5 + of_bank
+
+
+def use_two_phases(
+    num_sources: int, num_layers: int, *, remat: bool
+) -> bool:
+  """Whether a scanned group moves fewer bytes in two phases."""
+  rows = functools.partial(moved_rows, num_sources, num_layers, remat=remat)
+  return rows(two_phases=True) < rows(two_phases=False)
 
 
 class DepthMix(nn.Module):
@@ -34,6 +104,7 @@ class DepthMix(nn.Module):
       prefix: Float[Array, "b t d"] | None,
       first: Bool[Array, ""] | None = None,
       norm_scale: Float[Array, " d"] | None = None,
+      partial: PartialMix | None = None,
   ) -> Float[Array, "b t d"]:
     """Mixes the sources.
 
@@ -44,6 +115,7 @@ class DepthMix(nn.Module):
         prefix does not exist yet (zeros stand for it); None: it counts.
       norm_scale: [D] of an RMSNorm of the mix, where only that is wanted: one
         kernel does both.
+      partial: this mix of the bank alone where it is known; see partial_mix.
 
     Returns:
       [B, T, D], the mix or its norm.
@@ -60,15 +132,18 @@ class DepthMix(nn.Module):
     eps = self.config.norm_eps
     sources = (*bank,) if prefix is None else (*bank, prefix)
     use_last = None if first is None else ~first
-    if len(sources) > 1:
+    options = dict(
+        norm_scale=norm_scale,
+        eps=eps,
+        implementation=self.config.attn_res_implementation,
+    )
+    if partial is not None:
+      mixed = attn_res.attn_res_merge(
+          *partial, prefix, query, scale, use_prefix=use_last, **options
+      )
+    elif len(sources) > 1:
       mixed = attn_res.attn_res(
-          sources,
-          query,
-          scale,
-          use_last=use_last,
-          norm_scale=norm_scale,
-          eps=eps,
-          implementation=self.config.attn_res_implementation,
+          sources, query, scale, use_last=use_last, **options
       )
     else:  # the first layer has the embedding alone: nothing to weigh
       (mixed,) = sources

@@ -1,5 +1,6 @@
 """One Transformer block, and groups of like blocks scanned together."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 from typing import Any
@@ -7,6 +8,7 @@ from typing import NamedTuple
 
 import flax.linen as nn
 import jax
+from jax import ad_checkpoint
 import jax.numpy as jnp
 from jaxtyping import Array
 from jaxtyping import Bool
@@ -21,6 +23,7 @@ from sparsemm_jax.layers import moe
 from sparsemm_jax.layers import norms
 from sparsemm_jax.layers import stats
 
+_BLOCK_INPUT = "block_input"
 ACTIVATION = ("act_batch", "act_length", "act_embed")
 
 
@@ -38,6 +41,11 @@ class BlockGroup:
   first_layer: int  # from 0
   pattern: tuple[BlockSpec, ...]
   repeats: int
+
+  @property
+  def num_layers(self) -> int:
+    """How many blocks."""
+    return len(self.pattern) * self.repeats
 
   @property
   def name(self) -> str:
@@ -107,6 +115,7 @@ class TransformerBlock(nn.Module):
       layout: layout_lib.Layout,
       first: Bool[Array, ""] | None = None,
       cache: Any = None,
+      partials: Mapping[str, attn_res.PartialMix] | None = None,
   ) -> tuple[Float[Array, "b t d"], Any]:
     """Runs the block.
 
@@ -116,6 +125,7 @@ class TransformerBlock(nn.Module):
       layout: of the tokens.
       first: see DepthMix, for the mix before attention.
       cache: of this block's attention, or None.
+      partials: name of a DepthMix -> its mix of the bank where that is known.
 
     Returns:
       The new prefix and the cache after these tokens.
@@ -129,7 +139,8 @@ class TransformerBlock(nn.Module):
       if bank is None:
         return norm(prefix)
       mix = attn_res.DepthMix(config, name=f"{name}_res")
-      return mix(bank, prefix, first, norm.scale)
+      partial = None if partials is None else partials[mix.name]
+      return mix(bank, prefix, first, norm.scale, partial)
 
     attention = mla.GatedMLA if self.spec.is_mla else kda.KimiDeltaAttention
     x = normed_input("attn", prefix, first)
@@ -151,16 +162,18 @@ class ScannedBlocks(nn.Module):
   pattern: tuple[BlockSpec, ...]
 
   @nn.compact
-  def __call__(self, prefix, bank, layout, first, cache):
+  def __call__(self, prefix, bank, layout, first, cache, partials):
     """Carries the prefix through the pattern; see TransformerBlock."""
     new_cache = {}
     for index, spec in enumerate(self.pattern):
       name = f"layer_{index}"
+      prefix = ad_checkpoint.checkpoint_name(prefix, _BLOCK_INPUT)
       prefix, new_cache[name] = rematted(self.config, in_scan=True)(
           self.config, spec, name=name
       )(
           prefix, bank, layout, first if index == 0 else None,
           None if cache is None else cache[name],
+          None if partials is None else partials[name],
       )  # fmt: skip
     return prefix, None if cache is None else new_cache
 
@@ -201,12 +214,43 @@ def run_group(
           ("params", "router_state", *stats.COLLECTIONS), 0
       ),
       split_rngs={"params": True},
-      in_axes=(nn.broadcast, nn.broadcast, 0, 0),
+      in_axes=(nn.broadcast, nn.broadcast, 0, 0, 0),
       length=group.repeats,
       metadata_params={nn.PARTITION_NAME: "layers"},
   )
   blocks = scan(config, group.pattern, name=group.name)
-  return blocks(prefix, bank, layout, first, cache)
+  remat = config.remat != "none"
+  if (
+      bank is None
+      or cache is not None
+      or blocks.is_initializing()
+      or not attn_res.use_two_phases(len(bank), group.num_layers, remat=remat)
+  ):
+    return blocks(prefix, bank, layout, first, cache, None)
+
+  def run(blocks, prefix, bank):
+    partials = _partial_mixes(config, blocks, bank)
+    return blocks(prefix, bank, layout, first, None, partials)
+
+  if remat:  # phase one runs again for the whole group; its results are large
+    policies = jax.checkpoint_policies
+    policy = policies.save_only_these_names(_BLOCK_INPUT)
+    if inner := _policy(config):
+      policy = policies.save_from_both_policies(policy, inner)
+    run = nn.remat(run, policy=policy)
+  return run(blocks, prefix, bank)
+
+
+def _partial_mixes(config, blocks, bank):
+  """Phase one of every mix of scanned blocks: layer -> mix -> PartialMix."""
+  params = nn.unbox(blocks.variables["params"])
+  return {
+      layer: {
+          name: attn_res.partial_mix(config, tree[name], bank)
+          for name in ("attn_res", "mlp_res")
+      }
+      for layer, tree in params.items()
+  }
 
 
 def rematted(
@@ -215,7 +259,12 @@ def rematted(
   """TransformerBlock under the config's rematerialisation policy."""
   if config.remat == "none":
     return TransformerBlock
-  policy = None
+  return nn.remat(
+      TransformerBlock, policy=_policy(config), prevent_cse=not in_scan
+  )
+
+
+def _policy(config):
   if config.remat == "dots":
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-  return nn.remat(TransformerBlock, policy=policy, prevent_cse=not in_scan)
+    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+  return None

@@ -54,5 +54,25 @@ class DepthMixTest(absltest.TestCase):
     testing.assert_close(mixed, expected, "fp32")
 
 
+class MovedRowsTest(absltest.TestCase):
+
+  def test_rows_are_those_counted_by_hand(self):
+    # 2 x (2 + 1 read, 1 written), 4 read, 3 written, 4 added up.
+    rows = attn_res.moved_rows(2, 12, two_phases=False, remat=True)
+    self.assertEqual(rows, 2 * 4 + 7 + 4)
+    # 2 x (2 read, 1 written, then 2 read, 1 written), 3 read and 2 written,
+    # 1 and 1 + 2 read, and 2 written for 12 layers.
+    rows = attn_res.moved_rows(2, 12, two_phases=True, remat=True)
+    self.assertEqual(rows, 2 * 6 + 5 + 4 + 2 / 12)
+
+  def test_two_phases_are_for_many_sources(self):
+    for remat in (False, True):
+      choices = [
+          attn_res.use_two_phases(num_sources, 12, remat=remat)
+          for num_sources in range(1, 9)
+      ]
+      self.assertEqual(choices, [False, False] + [True] * 6)
+
+
 if __name__ == "__main__":
   absltest.main()

@@ -1,11 +1,14 @@
 """Attention residuals start as the ordinary residual stream."""
 
+from unittest import mock
+
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 
 from sparsemm_jax import models
+from sparsemm_jax.layers import attn_res
 from tests import testing
 from tests.models import model_test
 from tests.models import small_model
@@ -60,6 +63,49 @@ class TwinTest(parameterized.TestCase):
       return jnp.zeros_like(leaf) if is_query else leaf
 
     return jax.tree_util.tree_map_with_path(pick, own)
+
+
+class TwoPhaseTest(parameterized.TestCase):
+
+  # Two groups of two scanned layers, with one and with two sources.
+  CHANGES = {
+      "num_layers": 4, "mla_every": 1, "num_dense_layers": 4,
+      "attn_res_block_size": 2, "scan_layers": True,
+  }  # fmt: skip
+
+  def _loss_and_gradients(self, two_phases, remat):
+    config = small_model.config(**self.CHANGES, remat=remat)
+    params = small_model.variables(config)["params"]
+    tokens = small_model.tokens(1, 16)
+    choose = mock.patch.object(
+        attn_res, "use_two_phases", return_value=two_phases
+    )
+    with choose as chosen:
+      result = model_test.loss_and_gradients(config, params, {}, tokens)
+    self.assertEqual(chosen.call_count, 2)
+    return result
+
+  @parameterized.parameters("none", "full")
+  def test_two_phases_give_the_loss_and_gradients_of_one(self, remat):
+    expected = self._loss_and_gradients(False, "none")
+    actual = self._loss_and_gradients(True, remat)
+    testing.assert_close(actual[0], expected[0], "fp32")
+    model_test.assert_trees_close(actual[1], expected[1], "fp32 gradient")
+
+  def test_rematerialisation_keeps_block_inputs_but_no_partial_mix(self):
+    config = small_model.config(**self.CHANGES, remat="full")
+    variables = small_model.variables(config)
+    tokens = small_model.tokens(1, 16)
+    model = models.SparseMultimodalModel(config)
+
+    def pullback(params):
+      apply = lambda p: model.apply({**variables, "params": p}, tokens).logits
+      return jax.vjp(apply, params)[1]
+
+    with mock.patch.object(attn_res, "use_two_phases", return_value=True):
+      kept = jax.eval_shape(pullback, variables["params"])
+    stacks = [x for x in jax.tree.leaves(kept) if x.shape == (2, 1, 16, 32)]
+    self.assertLen(stacks, 2)  # groups
 
 
 if __name__ == "__main__":
