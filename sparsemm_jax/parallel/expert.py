@@ -322,13 +322,17 @@ def _token_spec(mesh, shape):
 
 
 def _weight_specs(mesh, weights, names):
-  """How the rules of the parameters spread the experts' weights."""
+  """How the rules of the parameters spread the experts' weights.
+
+  Not over stages: what one stage computes, it has whole.
+  """
   boxed = {
       name: nn.LogicallyPartitioned(weight, names[name])
       for name, weight in weights.items()
   }
   shardings = rules.shardings(mesh, boxed)
-  return {name: sharding.spec for name, sharding in shardings.items()}
+  keep = lambda part: tuple(a for a in _axes(part) if a != "stage") or None
+  return {name: P(*map(keep, s.spec)) for name, s in shardings.items()}
 
 
 def _whole_matrices(weight, spec):

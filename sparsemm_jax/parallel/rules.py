@@ -12,6 +12,8 @@ import optax
 from sparsemm_jax.parallel import mesh as mesh_lib
 
 # Axes of parameters, then of activations. None: every device has all of it.
+# At rest the stages of a pipeline share out what fsdp does, whichever stage
+# uses it: its blocks' weights come to it when a step starts.
 LOGICAL_RULES = (
     ("layers", None),
     ("expert", "expert"),
@@ -20,9 +22,9 @@ LOGICAL_RULES = (
     ("mlp", "tensor"),
     ("expert_mlp", "tensor"),
     ("vision_mlp", "tensor"),
-    ("embed", "fsdp"),
-    ("latent", "fsdp"),
-    ("vision_embed", "fsdp"),
+    ("embed", ("fsdp", "stage")),
+    ("latent", ("fsdp", "stage")),
+    ("vision_embed", ("fsdp", "stage")),
     ("rank", None),
     ("head_dim", None),
     ("conv", None),
@@ -66,8 +68,8 @@ def logical_names(tree: Any) -> Any:
 def shardings(mesh: sharding.Mesh, tree: Any) -> Any:
   """Returns a NamedSharding for each leaf of a tree of boxed variables.
 
-  An axis is kept whole where its size does not divide over its mesh axes
-  (which is logged once), or where an earlier axis took them.
+  An axis is not spread along a mesh axis over which its size does not divide
+  (which is logged once), or which an earlier axis took.
 
   Args:
     mesh: the run's.
@@ -126,23 +128,27 @@ def _is_masked(leaf: Any) -> bool:
 
 
 def _spec(mesh, names, shape, where) -> sharding.PartitionSpec:
-  axes, taken = [], set()
+  spec, taken = [], set()
   for name, size in zip(names, shape, strict=True):
-    axis = _RULES[name]
-    if axis is None or axis in taken or mesh.shape[axis] == 1:
-      axes.append(None)
-    elif size % mesh.shape[axis]:
-      _log_replicated(name, size, axis, mesh.shape[axis], where)
-      axes.append(None)
-    else:
-      taken.add(axis)
-      axes.append(axis)
-  return sharding.PartitionSpec(*axes)
+    wanted = _RULES[name] or ()
+    wanted = (wanted,) if isinstance(wanted, str) else wanted
+    axes, devices = [], 1
+    for axis in wanted:
+      if axis in taken or mesh.shape[axis] == 1:
+        continue
+      if size % (devices * mesh.shape[axis]):
+        _log_whole(name, size, axis, devices * mesh.shape[axis], where)
+      else:
+        axes.append(axis)
+        devices *= mesh.shape[axis]
+    taken.update(axes)
+    spec.append(tuple(axes) if len(axes) > 1 else axes[0] if axes else None)
+  return sharding.PartitionSpec(*spec)
 
 
 @functools.cache
-def _log_replicated(name, size, axis, devices, where) -> None:
+def _log_whole(name, size, axis, devices, where) -> None:
   logging.info(
-      "%s: its axis %s of size %d does not divide over %d devices along %s;"
-      " kept whole", where, name, size, devices, axis,
+      "%s: its axis %s of size %d does not divide over %d devices; not spread"
+      " along %s", where, name, size, devices, axis,
   )  # fmt: skip

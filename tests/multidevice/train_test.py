@@ -52,6 +52,7 @@ class TrainTest(parameterized.TestCase):
       ("rows", dict(data=8)),
       ("rows_parameters_and_experts", dict(data=2, fsdp=2, expert=2)),
       ("rows_and_heads", dict(data=4, tensor=2)),
+      ("rows_parameters_and_stages", dict(data=2, fsdp=2, stage=2)),
   )
   def test_gradients_and_bias_are_those_of_one_device(self, sizes):
     mesh = _mesh(**sizes)
@@ -83,6 +84,30 @@ class TrainTest(parameterized.TestCase):
       testing.assert_same(
           self._bias(sums), self._bias(expected), f"batch {index}"
       )
+
+
+  def test_stages_share_out_the_parameters_and_their_update(self):
+    mesh = _mesh(data=2, fsdp=2, stage=2)
+    shardings = state_lib.state_shardings(self.config, mesh)
+    state = jax.device_put(self.state, shardings)
+    update_step = step_lib.make_update_step(self.config)
+    expected, _ = jax.jit(update_step)(self.state, self.sums[0])
+    with jax.set_mesh(mesh):
+      update_step = jax.jit(update_step, out_shardings=(shardings, None))
+      actual, _ = update_step(state, self.sums[0])
+    jax.tree.map(
+        lambda a, b: testing.assert_close(a, b, "sharded fp32"),
+        actual.params,
+        expected.params,
+    )
+    matrices = [
+        leaf
+        for leaf in jax.tree.leaves((actual.params, actual.opt_state))
+        if leaf.ndim > 1 and self.config.model.d_model in leaf.shape
+    ]
+    self.assertNotEmpty(matrices)
+    for leaf in matrices:
+      self.assertEqual(4 * leaf.addressable_shards[0].data.size, leaf.size)
 
 
 class RestoreTest(absltest.TestCase):

@@ -44,6 +44,16 @@ class RulesTest(parameterized.TestCase):
       ((8, 4), ("embed", "latent"), dict(fsdp=2), P("fsdp", None)),
       # ... unless it does not divide.
       ((7, 4), ("embed", "latent"), dict(fsdp=2), P(None, "fsdp")),
+      # The stages of a pipeline share what fsdp does.
+      ((8, 4), ("embed", "heads"), dict(stage=4, tensor=2),
+       P("stage", "tensor")),
+      ((8, 4), ("embed", "heads"), dict(fsdp=2, stage=4),
+       P(("fsdp", "stage"), None)),
+      # 2 x 4 devices do not divide 12, 2 do.
+      ((12, 4), ("embed", "heads"), dict(fsdp=2, stage=4), P("fsdp", None)),
+      # ... so that the next axis has the other.
+      ((12, 4), ("embed", "latent"), dict(fsdp=2, stage=4),
+       P("fsdp", "stage")),
   )  # fmt: skip
   def test_specs_follow_the_rules(self, shape, names, sizes, expected):
     result = rules.shardings(_mesh(**sizes), {"w": _boxed(shape, names)})
