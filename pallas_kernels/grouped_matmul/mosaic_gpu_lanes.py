@@ -4,6 +4,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -83,6 +84,24 @@ def stage_tile(stage, value, *, interpret: bool, transpose: bool = False):
     value.store_tiled(stage, swizzle=128)
 
   store(stage, value)
+
+
+def computed_here(value, *, interpret: bool):
+  """Returns a register tile in wgmma's layout that is computed by then.
+
+  LLVM would move what the branches of a switch have in common behind it, here
+  the rounding, and so carry the fp32 accumulators out of every branch.
+  """
+  if interpret:
+    return value
+  layout = plgpu.Layout.WGMMA
+  shape = plgpu.ShapeDtypeStruct(value.shape, value.dtype, layout=layout)
+
+  @plgpu.inline_mgpu(arg_types=(layout,), return_type=shape)
+  def barrier(_, value):
+    return fragmented_array.optimization_barrier(value)
+
+  return barrier(value)
 
 
 def write_rows(

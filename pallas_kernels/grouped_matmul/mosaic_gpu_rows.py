@@ -9,6 +9,9 @@ than 64, and the matrix is its M. A block makes 2 x 128 columns of a tile, one
 warpgroup each; a third warpgroup fetches. Two blocks of a cluster make
 neighbouring columns of the same rows, and each fetches half of the rows for
 both. A block lives through the launch and takes an item of each round.
+
+A tile's height is part of the instruction, so the loop over the contraction is
+compiled once for each; the output is written by code that all of them share.
 """
 
 import functools
@@ -27,8 +30,21 @@ _PIECE, _BUFFERS = 32, 3  # rows of the output staged at a time
 _COMPUTE_REGISTERS, _FETCH_REGISTERS = 232, 40
 WARPGROUPS = 2  # that compute
 # What either kind of warpgroup has to know of an item.
-_FETCHED = schedule.GROUP, schedule.START, schedule.HEIGHT, schedule.COLUMN
-_COMPUTED = range(6)
+_FETCHED = (
+    schedule.GROUP,
+    schedule.START,
+    schedule.HEIGHT,
+    schedule.ALONE,
+    schedule.COLUMN,
+)
+_COMPUTED = (
+    schedule.GROUP,
+    schedule.START,
+    schedule.BEGIN,
+    schedule.END,
+    schedule.HEIGHT,
+    schedule.COLUMN,
+)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="transpose")
@@ -90,38 +106,60 @@ def rows_times_matrices(
 
       fields = functools.partial(fields_of, fields=_FETCHED)
 
+      def matrix_at(owner, k, column, i):
+        chunk = pl.ds(k * CHUNK, CHUNK)
+        here = pl.ds(column + i * size, size)
+        return (owner, here, chunk) if transpose else (owner, chunk, here)
+
       def fetch_item(n, carry):
-        done, owner, start, index, column = carry
+        done, owner, start, index, alone, column = carry
         following = fields(n + 1)  # reads of global memory: early
         length, column = steps_of(owner), first_column(column)
 
-        def fetch(height):
-          def one(k, _):
-            slot = lax.rem(done + k, stages)
-            ready = smem["loaded"].at[slot]
+        def one(k, _):
+          slot = lax.rem(done + k, stages)
+          ready = smem["loaded"].at[slot]
 
-            @pl.when(done + k >= stages)
-            def _():
-              plgpu.barrier_wait(smem["consumed"].at[slot])
+          @pl.when(done + k >= stages)
+          def _():
+            plgpu.barrier_wait(smem["consumed"].at[slot])
 
-            chunk = pl.ds(k * CHUNK, CHUNK)
+          def fetch_rows(height):
             plgpu.copy_gmem_to_smem(
-                rows_gm.at[pl.ds(start, height), chunk],
+                rows_gm.at[pl.ds(start, height), pl.ds(k * CHUNK, CHUNK)],
                 smem["rows_in"].at[slot, pl.ds(0, height)],
                 ready,
                 collective_axes="pair" if plan.cluster > 1 else None,
             )
-            for i in range(WARPGROUPS):
-              here = pl.ds(column + i * size, size)
-              at = (owner, here, chunk) if transpose else (owner, chunk, here)
-              plgpu.copy_gmem_to_smem(
-                  matrices_gm.at[at], smem["matrices_in"].at[slot, i], ready
-              )
 
-          lax.fori_loop(0, length, one, None)
+          for_height(index, fetch_rows)
+          for i in range(WARPGROUPS):
+            plgpu.copy_gmem_to_smem(
+                matrices_gm.at[matrix_at(owner, k, column, i)],
+                smem["matrices_in"].at[slot, i],
+                ready,
+            )
+          if plan.prefetch:
+            prefetch(k, length, owner, alone, column, following)
 
-        for_height(index, fetch)
+        lax.fori_loop(0, length, one, None)
         return done + length, *following
+
+      def prefetch(k, length, owner, alone, column, following):
+        """Asks L2 for what the ring has no room for yet, of either item."""
+        next_owner, *_, next_alone, next_column = following
+        same = k + plan.prefetch < length
+        owner = jnp.where(same, owner, next_owner)
+        alone = jnp.where(same, alone, next_alone)
+        column = jnp.where(same, column, first_column(next_column))
+        k = k + plan.prefetch - jnp.where(same, 0, length)
+        wanted = (alone == 1) & (owner < num_groups) & (k < steps)
+
+        @pl.when(wanted)
+        def _():
+          for i in range(WARPGROUPS):
+            there = matrix_at(owner, k, column, i)
+            plgpu.async_prefetch(matrices_gm.at[there])
 
       done, *_ = lax.fori_loop(0, rounds, fetch_item, (0, *fields(0)))
       lanes.drain(smem["consumed"], done, stages)
@@ -136,9 +174,9 @@ def rows_times_matrices(
         done, owner, start, begin, end, index, column = carry
         length, column = steps_of(owner), first_column(column)
 
-        def compute(height):
+        def multiply(height):
           def product(acc):
-            def one(k, _):
+            def one(k, before):
               slot = lax.rem(done + k, stages)
               plgpu.barrier_wait(smem["loaded"].at[slot])
               left = smem["matrices_in"].at[slot, group]
@@ -148,49 +186,67 @@ def rows_times_matrices(
                   left if transpose else left.transpose((1, 0)),
                   right.transpose((1, 0)),
               )
+              if height <= plan.eager:
+                plgpu.wgmma_wait(0)
+                release(slot)
+                return before
               plgpu.wgmma_wait(1)
+              release(before)
+              return slot
 
-              @pl.when(k > 0)
-              def _():
-                before = lax.rem(done + k - 1, stages)
-                plgpu.barrier_arrive(smem["consumed"].at[before])
+            last = lax.fori_loop(0, length, one, jnp.int32(stages))
+            return plgpu.wgmma_accumulator_load(acc), last
 
-            lax.fori_loop(0, length, one, None)
-            return plgpu.wgmma_accumulator_load(acc)
+          out, last = pl.run_scoped(product, plgpu.ACC((size, height)))
+          out = lanes.computed_here(
+              out.astype(jnp.bfloat16), interpret=plan.interpret is not None
+          )
+          return widen(out), last
 
-          with jax.named_scope("multiply"):
-            out = pl.run_scoped(product, plgpu.ACC((size, height)))
-
-          @pl.when(length > 0)
-          def _():
-            last = lax.rem(done + length - 1, stages)
-            plgpu.barrier_arrive(smem["consumed"].at[last])
-
-          with jax.named_scope("write"):
-            here = column + group * size
-            write(out.astype(jnp.bfloat16), start, begin, end, here)
-          return fields(n + 1)
-
-        following = for_height(index, compute)
+        with jax.named_scope("multiply"):
+          out, last = for_height(index, multiply)
+        release(last)
+        following = fields(n + 1)
+        with jax.named_scope("write"):
+          write(out, start, begin, end, column + group * size)
         return done + length, *following
 
+      def release(slot):
+        """Gives a slot back; there is one barrier more, for no slot."""
+        arrive = lambda: plgpu.barrier_arrive(smem["consumed"].at[slot])
+        if plan.interpret is None:
+          arrive()
+        else:  # it wants somebody to wait for every barrier
+          pl.when(slot < stages)(arrive)
+
+      def widen(out):
+        """To the highest tile's width; what is added is not written."""
+        missing = plan.heights[-1] - out.shape[1]
+        if not missing:
+          return out
+        zeros = jnp.zeros((size, missing), out.dtype)
+        zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+        return jnp.concatenate([out, zeros], axis=1)
+
       def write(out, start, begin, end, column):
-        height = out.shape[1]
-        for i, first in enumerate(range(0, height, _PIECE)):
-          piece = min(_PIECE, height - first)
-          stage = smem["out"].at[group, i % _BUFFERS, pl.ds(0, piece)]
-          if i == 0 or i >= _BUFFERS:  # until this buffer has been read
-            others = _BUFFERS - 1 if i else 0
-            plgpu.wait_smem_to_gmem(others, wait_read_only=True)
-          lanes.stage_tile(
-              stage,
-              out[:, first : first + piece],
-              interpret=plan.interpret is not None,
-              transpose=True,
-          )
-          plgpu.commit_smem()
-          write_piece(stage, start + first, begin, end, column)
-          plgpu.commit_smem_to_gmem_group()
+        for i, first in enumerate(range(0, out.shape[1], _PIECE)):
+          piece = out[:, first : first + _PIECE]
+          stage = smem["out"].at[group, i % _BUFFERS, pl.ds(0, piece.shape[1])]
+
+          @pl.when(start + first < end)
+          def _(i=i, first=first, piece=piece, stage=stage):
+            if i == 0 or i >= _BUFFERS:  # until this buffer has been read
+              others = _BUFFERS - 1 if i else 0
+              plgpu.wait_smem_to_gmem(others, wait_read_only=True)
+            lanes.stage_tile(
+                stage,
+                piece,
+                interpret=plan.interpret is not None,
+                transpose=True,
+            )
+            plgpu.commit_smem()
+            write_piece(stage, start + first, begin, end, column)
+            plgpu.commit_smem_to_gmem_group()
 
       def write_piece(stage, row, begin, end, column):
         """By the copy engine, unless some rows are a neighbour's."""
@@ -221,10 +277,10 @@ def rows_times_matrices(
       plgpu.ClusterBarrier(
           collective_axes=("pair",),
           num_arrivals=WARPGROUPS,
-          num_barriers=stages,
+          num_barriers=stages + 1,
       )
       if plan.cluster > 1
-      else plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages)
+      else plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages + 1)
   )
   tiled = lanes.TILED
   name = "grouped_matmul_d_lhs" if transpose else "grouped_matmul"

@@ -1,9 +1,9 @@
 """Which rows every tile of a grouped product covers, and tile shapes.
 
-A group's rows are cut into tiles of nearly equal height, in units of 16 rows,
-so less than one unit per group is wasted however many tiles it has. Tiles
-start on a multiple of 8 rows, as the copy engine needs; the few rows of a
-neighbour that a tile reads at its two ends are computed and not written.
+A group's rows are cut into as few tiles as the highest allows, of two adjacent
+heights, so little is wasted however many tiles it has. Tiles start on a
+multiple of 8 rows, as the copy engine needs; the few rows of a neighbour that a
+tile reads at its two ends are computed and not written.
 """
 
 import dataclasses
@@ -14,11 +14,10 @@ from jax import numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ALIGNMENT = 8  # rows of a shared-memory tile
-UNIT = 16  # rows; two blocks of a cluster fetch half of a unit each
 CHUNK = 64  # contracted per step: a swizzled row of 128 bytes
 
 # Fields of a row tile and of an item, after one row that holds their number.
-GROUP, START, BEGIN, END, HEIGHT, COLUMN = range(6)
+GROUP, START, BEGIN, END, HEIGHT, ALONE, COLUMN = range(7)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +25,9 @@ class Plan:
   """The static part of the kernels.
 
   Attributes:
-    heights: rows of a tile of the row products, ascending multiples of 16;
-      each is compiled apart, for wgmma's width is part of the instruction.
+    heights: rows of a tile of the row products, ascending multiples of 16, for
+      two blocks of a cluster fetch half each; each is compiled apart, for
+      wgmma's width is part of the instruction.
     slice: output columns of a warpgroup in the row products.
     weight_rows, weight_columns: of the weights' gradient, what a warpgroup
       makes at a time.
@@ -36,10 +36,14 @@ class Plan:
     cluster: blocks that share what they fetch, 1 or 2.
     clusters: how many are resident.
     panel: row tiles that run side by side before the next columns.
+    prefetch: chunks that L2 is asked for ahead of the ring, of a matrix that
+      one row tile reads; 0 for none.
+    eager: up to this height a chunk's memory is given back before the next
+      chunk's product is issued, for what such a tile waits for is memory.
     interpret: the interpreter's parameters, or None on a GPU.
   """
 
-  heights: tuple[int, ...] = (32, 64, 96, 128, 144, 160, 176, 192)
+  heights: tuple[int, ...] = (64, 144, 160, 192)
   slice: int = 128
   weight_rows: int = 64
   weight_columns: int = 256
@@ -49,6 +53,8 @@ class Plan:
   cluster: int = 2
   clusters: int = 66
   panel: int = 8
+  prefetch: int = 4
+  eager: int = 64
   interpret: plgpu.InterpretGPUParams | None = None
 
 
@@ -63,36 +69,40 @@ def row_tiles(
     heights: rows that a tile can have, ascending.
 
   Returns:
-    [1 + T, 5] int32: first the number of tiles in use, then for each its
+    [1 + T, 6] int32: first the number of tiles in use, then for each its
     group (E for the rows past the groups), its first row, the rows [begin,
-    end) that are its to write, and the index of its height. T bounds the
-    number for any sizes.
+    end) that are its to write, the index of its height, and 1 if it is its
+    group's only tile. T bounds the number for any sizes.
   """
   num_groups = group_sizes.shape[0]
-  highest = heights[-1] // UNIT
   starts, ends = bounds(group_sizes, num_rows)
   starts = jnp.append(starts, ends[-1])
   ends = jnp.append(ends, num_rows)
   aligned = starts // ALIGNMENT * ALIGNMENT
-  units = jnp.where(ends > starts, -((aligned - ends) // UNIT), 0)
-  tiles = -(-units // highest)
+  rows = jnp.where(ends > starts, ends - aligned, 0)
+  tiles = -(-rows // heights[-1])
+  # All of the group's tiles have the height `index`, or the first few do and
+  # the others the one below.
+  index = sum((rows > tiles * height).astype(jnp.int32) for height in heights)
+  steps = jnp.array((0, *heights), jnp.int32)
+  high, low = steps[index + 1], steps[index]
+  few = -(-(rows - tiles * low) // (high - low))
+
   last = _running_sum(tiles)
   spans = min(num_groups + 1, num_rows)
-  most = (num_rows + (UNIT + ALIGNMENT) * spans) // heights[-1] + spans
-  index = jnp.arange(most, dtype=jnp.int32)
-  group = jnp.sum(last[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
+  most = (num_rows + ALIGNMENT * spans) // heights[-1] + spans
+  number = jnp.arange(most, dtype=jnp.int32)
+  group = jnp.sum(last[None, :] <= number[:, None], axis=1, dtype=jnp.int32)
   group = jnp.minimum(group, num_groups)
-  within = index - (last - tiles)[group]
-  share = jnp.maximum(tiles[group], 1)
-  least, more = units[group] // share, units[group] % share
-  start = aligned[group] + UNIT * (within * least + jnp.minimum(within, more))
-  rows = UNIT * (least + (within < more))
+  within = number - (last - tiles)[group]
+  few, high, low = few[group], high[group], low[group]
+  start = jnp.minimum(within, few) * high + jnp.maximum(within - few, 0) * low
+  start = aligned[group] + start
   begin = jnp.maximum(start, starts[group])
-  end = jnp.minimum(start + rows, ends[group])
-  height = jnp.sum(
-      jnp.array(heights)[None, :] < rows[:, None], axis=1, dtype=jnp.int32
-  )
-  fields = jnp.stack([group, start, begin, end, height], axis=1)
+  end = jnp.minimum(start + jnp.where(within < few, high, low), ends[group])
+  height = index[group] - (within >= few)
+  alone = (tiles[group] == 1).astype(jnp.int32)
+  fields = jnp.stack([group, start, begin, end, height, alone], axis=1)
   header = jnp.full((1, fields.shape[1]), last[-1], jnp.int32)
   return jnp.concatenate([header, fields])
 
@@ -106,7 +116,7 @@ def row_items(tiles: jax.Array, column_tiles: int, panel: int) -> jax.Array:
     panel: row tiles that run side by side before the next columns.
 
   Returns:
-    [1 + T * column_tiles, 6] int32: first the number of items, then each
+    [1 + T * column_tiles, 7] int32: first the number of items, then each
     item's tile and the index of its column.
   """
   count = tiles[0, 0]
