@@ -7,12 +7,18 @@ whole step is timed: forward, backward with recomputation, update. Experts are
 left out and the vocabulary is small, so that nothing slow hides the mixes; the
 plain step's share of the matrix units' rate is printed for that reason. The
 variants compile side by side, then take turns on the device for some rounds.
+
+  --variants=12:mosaic_gpu,6:mosaic_gpu,6:mosaic_gpu:1,6:mosaic_gpu:2
+
+names an implementation, and phases in place of those that move fewer bytes.
 """
 
 import concurrent.futures
+import contextlib
 import fcntl
 import statistics
 import time
+from unittest import mock
 
 from absl import app
 from absl import flags
@@ -22,6 +28,7 @@ import numpy as np
 
 from experiments.ablations import common
 from sparsemm_jax import config as config_lib
+from sparsemm_jax.layers import attn_res
 from sparsemm_jax.training import state as state_lib
 from sparsemm_jax.training import step as step_lib
 
@@ -30,7 +37,7 @@ _WIDTH = flags.DEFINE_integer("width", 2048, "d_model.")
 _VARIANTS = flags.DEFINE_list(
     "variants",
     ["12", "6"],
-    "Transformer blocks per source; 12:mosaic_gpu names an implementation.",
+    "Transformer blocks per source[:implementation[:phases of every mix]].",
 )
 _BATCH = flags.DEFINE_integer("batch_size", 8, "Rows per step.")
 _SEQ_LEN = flags.DEFINE_integer("seq_len", 1024, "Tokens per row.")
@@ -89,15 +96,21 @@ def random_batch(config: config_lib.RunConfig) -> dict[str, jax.Array]:
   }
 
 
-def prepare(config: config_lib.RunConfig, batch):
-  """Compiles init() -> state and train_step(state, batch) of a variant."""
+def lower(config: config_lib.RunConfig, batch, phases: int | None = None):
+  """Lowers init() -> state and train_step(state, batch) of a variant."""
   init = jax.jit(
       lambda: state_lib.init_state(config),
       compiler_options={"xla_backend_optimization_level": 0},
   )
-  state = jax.eval_shape(init)
-  train_step = jax.jit(step_lib.make_train_step(config), donate_argnums=0)
-  return init.lower().compile(), train_step.lower(state, batch).compile()
+  choose = contextlib.nullcontext()
+  if phases is not None:
+    choose = mock.patch.object(
+        attn_res, "use_two_phases", return_value=phases == 2
+    )
+  with choose:
+    state = jax.eval_shape(init)
+    train_step = jax.jit(step_lib.make_train_step(config), donate_argnums=0)
+    return init.lower(), train_step.lower(state, batch)
 
 
 def milliseconds_per_step(init, train_step, batch, steps: int) -> float:
@@ -134,17 +147,21 @@ def main(argv) -> None:
   """Times; see the module's docstring."""
   del argv
   start = time.monotonic()
-  configs = {"ordinary": make_config(None)}
+  ordinary = make_config(None)
+  batch = random_batch(ordinary)
+  lowered = {"ordinary": lower(ordinary, batch)}
   for variant in _VARIANTS.value:
-    size, _, implementation = variant.partition(":")
-    configs[f"block size {variant}"] = make_config(
-        int(size), implementation or None
+    size, implementation, phases, *_ = [*variant.split(":"), "", ""]
+    lowered[f"block size {variant}"] = lower(
+        make_config(int(size), implementation or None),
+        batch,
+        int(phases) if phases else None,
     )
-  batch = random_batch(configs["ordinary"])
-  with concurrent.futures.ThreadPoolExecutor(len(configs)) as pool:
+  print(f"lowered: {time.monotonic() - start:.0f} s", flush=True)
+  with concurrent.futures.ThreadPoolExecutor(len(lowered)) as pool:
     futures = {
-        name: pool.submit(prepare, config, batch)
-        for name, config in configs.items()
+        name: pool.submit(lambda pair: [x.compile() for x in pair], pair)
+        for name, pair in lowered.items()
     }
   compiled = {}
   for name, future in futures.items():
@@ -163,7 +180,7 @@ def main(argv) -> None:
           milliseconds_per_step(init, train_step, batch, _STEPS.value)
       )
   plain = times["ordinary"]
-  flops = matmul_flops(configs["ordinary"])
+  flops = matmul_flops(ordinary)
   rate = flops / statistics.median(plain) / 1e9
   print(
       f"{_LAYERS.value} blocks, width {_WIDTH.value}, {_BATCH.value} x"
