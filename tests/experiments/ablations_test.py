@@ -75,6 +75,8 @@ class BalancingTest(parameterized.TestCase):
     np.testing.assert_array_equal(violation[:3, 0], [2, 2, 0])
     self.assertEqual(measures.first_below(violation[:, 0], 0.5), 2)
     self.assertIsNone(measures.first_below(violation[3:, 0], 0.5))
+    # The mean of 2, 2, 0, 2 is the first of four steps within 1.5.
+    self.assertEqual(measures.first_below(violation[:, 0], 1.5, window=4), 3)
 
 
 class DepthModelTest(parameterized.TestCase):

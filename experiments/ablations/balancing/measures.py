@@ -22,10 +22,19 @@ def max_violations(counts: np.ndarray) -> np.ndarray:
   return counts.max(-1) / counts.mean(-1) - 1
 
 
-def first_below(values: np.ndarray, limit: float) -> int | None:
-  """Returns the first step whose value is at most the limit, if any."""
-  (steps,) = np.nonzero(np.asarray(values) <= limit)
-  return int(steps[0]) if len(steps) else None
+def first_below(
+    values: np.ndarray, limit: float, *, window: int = 1
+) -> int | None:
+  """Returns the step that ends the first window whose mean is within limit.
+
+  Args:
+    values: [steps].
+    limit: that the mean may reach.
+    window: steps; some more than one, where a single step may dip by chance.
+  """
+  means = np.convolve(values, np.full(window, 1 / window), "valid")
+  (steps,) = np.nonzero(means <= limit)
+  return int(steps[0]) + window - 1 if len(steps) else None
 
 
 def dead_experts(counts: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ AdamW and its routers' update, the rule picked per member.
 from collections.abc import Callable
 import concurrent.futures
 import dataclasses
+import functools
 import time
 from typing import Any
 from typing import NamedTuple
@@ -40,6 +41,8 @@ _RATE = flags.DEFINE_float("learning_rate", 3e-3, "Peak.")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
 _EVAL_BATCHES = 8
+_LEVELS = (4.0, 2.0, 1.0, 0.5)  # of the max violation
+_WINDOW = 10  # steps whose mean has to reach a level
 
 
 def make_config(rule: str, **changes: Any) -> config_lib.RunConfig:
@@ -163,7 +166,7 @@ def summarize(loss, counts, held_out, floor: float) -> dict[str, Any]:
   violation = measures.max_violations(counts)  # [steps, seeds, layers]
   mean, worst = violation.mean((1, 2)), violation.max(2).mean(1)
   last = slice(-max(len(violation) // 4, 1), None)
-  limit = 1.5 * floor
+  first_below = functools.partial(measures.first_below, mean, window=_WINDOW)
   return {
       "train_loss": loss.mean(1),
       "held_out_loss": held_out,
@@ -172,28 +175,36 @@ def summarize(loss, counts, held_out, floor: float) -> dict[str, Any]:
       "max_violation_by_layer": violation[last].mean((0, 1)),
       "max_violation_last_quarter": violation[last].mean(),
       "peak_after_step_10": mean[10:].max() if len(mean) > 10 else None,
-      "steps_to_limit": measures.first_below(mean, limit),
-      "steps_to_limit_worst_layer": measures.first_below(worst, limit),
+      "steps_to_floor": first_below(1.5 * floor),
+      "steps_to": {str(level): first_below(level) for level in _LEVELS},
       "dead_experts": measures.dead_experts(counts).mean(0),  # by layer
   }
 
 
 def print_table(results: dict[str, Any]) -> None:
   """Prints one line per rule."""
+  levels = "".join(f"{level:>6}" for level in _LEVELS)
   print(
-      f"{'rule':18}{'steps to 1.5 floor':>20}{'worst layer':>12}"
-      f"{'last quarter':>14}{'dead':>7}{'held-out loss':>24}"
+      f"{'steps to':17}{levels}{'1.5 floor':>11}{'last quarter':>14}{'dead':>7}"
+      f"{'held-out loss':>16}{'beside quantile':>20}"
   )
+  base = np.asarray(results["rules"]["quantile"]["held_out_loss"])
   for rule, values in results["rules"].items():
     losses = np.asarray(values["held_out_loss"])
-    spread = losses.std(ddof=1) if len(losses) > 1 else float("nan")
+    steps = "".join(f"{step!s:>6}" for step in values["steps_to"].values())
     print(
-        f"{rule:18}{values['steps_to_limit']!s:>20}"
-        f"{values['steps_to_limit_worst_layer']!s:>12}"
+        f"{rule:17}{steps}{values['steps_to_floor']!s:>11}"
         f"{values['max_violation_last_quarter']:>14.3f}"
         f"{np.sum(values['dead_experts']):>7.1f}"
-        f"{losses.mean():>16.4f} +- {spread:.4f}"
+        f"{losses.mean():>16.4f}"
+        # Seed by seed: they share data and initial parameters.
+        f"{(losses - base).mean():>+11.4f} +- {_spread(losses - base):.4f}"
     )
+
+
+def _spread(values):
+  """The sample's standard deviation; NaN for one value."""
+  return values.std(ddof=1) if len(values) > 1 else float("nan")
 
 
 def main(argv) -> None:
