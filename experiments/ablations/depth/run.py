@@ -45,6 +45,7 @@ _DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Of the computation.")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
 _EVAL_BATCHES = 16
+_LONG = 16  # rows of a bank
 
 
 def make_config(layers: int) -> config_lib.RunConfig:
@@ -302,10 +303,10 @@ def main(argv) -> None:
 
 
 def _programs(layers: int, sizes: list[int]) -> list[list[int]]:
-  """Groups the block sizes; size 1 would make every bank twice as long."""
-  if layers <= 16 or 1 not in sizes:
-    return [sizes]
-  return [[size for size in sizes if size != 1], [1]]
+  """Groups the block sizes: long banks alone, as all of a program are equal."""
+  long = [s for s in sizes if model.bank_rows(layers, s) > _LONG]
+  short = [s for s in sizes if s not in long]
+  return [group for group in (short, *([s] for s in long)) if group]
 
 
 def _write(results):
