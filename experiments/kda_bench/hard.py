@@ -35,12 +35,12 @@ _SMALL = arg_specs.ArgSpec(1, 128, 4, 4)
 _PROCESSES = 4
 
 
-def start() -> list[subprocess.Popen]:
-  """Starts all cases; `results` waits for them."""
+def start(parts: Sequence[str] = ("",)) -> list[subprocess.Popen]:
+  """Starts the cases whose names hold one of `parts`; see `results`."""
   command = [sys.executable, "-m", "experiments.kda_bench.hard"]
   return [
       subprocess.Popen(
-          [*command, str(i)], stdout=subprocess.PIPE, encoding="utf-8"
+          [*command, str(i), *parts], stdout=subprocess.PIPE, encoding="utf-8"
       )
       for i in range(_PROCESSES)
   ]
@@ -61,9 +61,14 @@ def results(
         yield tuple(json.loads(line))
 
 
-def main(share: int) -> None:
+def main(share: int, parts: Sequence[str]) -> None:
   """Runs every fourth case from `share` on, a line of JSON for each."""
-  for name, case in list(cases().items())[share::_PROCESSES]:
+  chosen = {
+      name: case
+      for name, case in cases().items()
+      if any(part in name for part in parts)
+  }
+  for name, case in list(chosen.items())[share::_PROCESSES]:
     try:
       good, numbers = case()
     except Exception as error:  # pylint: disable=broad-exception-caught
@@ -230,4 +235,4 @@ def _finite(x):
 
 
 if __name__ == "__main__":
-  main(int(sys.argv[1]))
+  main(int(sys.argv[1]), sys.argv[2:])
