@@ -132,7 +132,12 @@ def compile_all(shapes, runs):
             (jax.jit(run), inputs_lib.with_gradient(run)),
             ((x,), (x, x["v"])),
         ):
-          compiled[name, label, kind] = pool.submit(fn.lower(*args).compile)
+          try:
+            compiling = pool.submit(fn.lower(*args).compile)
+          except Exception as error:  # pylint: disable=broad-exception-caught
+            compiling = futures.Future()
+            compiling.set_exception(error)
+          compiled[name, label, kind] = compiling
   print(f"compiled {len(compiled)} calls", flush=True)
   return compiled
 
