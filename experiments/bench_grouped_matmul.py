@@ -1,11 +1,13 @@
-"""Grouped matrix product on one GPU, beside torch._grouped_mm.
+"""Grouped matrix product on one GPU, beside what other libraries have.
 
   python -m experiments.bench_grouped_matmul --check
   python -m experiments.bench_grouped_matmul --shapes=2048x1024x896 --torch
+  python -m experiments.bench_grouped_matmul --torch --peers --parts
 
 One line per measurement: shape, load, what, milliseconds (median of 5 runs of
 2 to 10 launches back to back, and the spread of the 5), TFLOP/s of the useful
-products. "fwd+bwd" returns the output and both gradients.
+products. "fwd+bwd" returns the output and both gradients. Everything is
+compiled before anything is timed. A peer that refuses says why.
 """
 
 import ast
@@ -13,6 +15,7 @@ import concurrent.futures
 import contextlib
 import fcntl
 import functools
+import importlib
 import time
 
 from absl import app
@@ -43,6 +46,9 @@ _LOCK = flags.DEFINE_string(
     "lock", None, "File locked while timing: processes compile side by side."
 )
 _XLA = flags.DEFINE_bool("xla", False, "Time the XLA implementation too.")
+_PEERS = flags.DEFINE_bool(
+    "peers", False, "Time jax-linear-attention and tokamax too."
+)
 _TORCH = flags.DEFINE_bool("torch", False, "Time torch._grouped_mm too.")
 
 _BF16 = jnp.bfloat16
@@ -71,12 +77,15 @@ def main(argv):
       print(f"# plan {text}", flush=True)
       check(plan)
     return
+  compiled = compile_all(dict(zip(_PLANS.value, plans)))
   for shape in _SHAPES.value:
-    sizes = [int(n) for n in shape.split("x")]
-    for text, plan in zip(_PLANS.value, plans):
-      measure(f"{shape} {text}", plan, *sizes)
+    measure(shape, {k: f for k, f in compiled.items() if k[0] == shape})
     if _TORCH.value:
-      measure_torch(shape, *sizes)
+      measure_torch(shape, *_widths(shape))
+
+
+def _widths(shape):
+  return [int(n) for n in shape.split("x")]
 
 
 def _forward(plan):
@@ -119,32 +128,92 @@ def _parts(plan):
   }
 
 
-def measure(label, plan, width_in, width_out, num_groups):
-  """Prints the times of one shape under every load."""
-  num_rows = _ROWS.value
-  inputs = _inputs(num_rows, width_in, width_out, num_groups)
-  # The kernels side by side; what is made of them finds them compiled.
-  functions = {"fwd": _forward(plan)} | _parts(plan)
-  whole = {"fwd+bwd": _both(plan)}
+def _peers():
+  """{name: product(lhs, rhs, sizes, _)} of those that import."""
+
+  def jla():
+    peer = importlib.import_module("jla.ops.mosaic_gpu.ragged_dot")
+    return lambda lhs, rhs, sizes, _: peer.ragged_dot(lhs, rhs, sizes)
+
+  def tokamax():
+    peer = importlib.import_module("tokamax._src.ops.ragged_dot.api")
+    return lambda lhs, rhs, sizes, _: peer.ragged_dot(
+        lhs, rhs, sizes, implementation="mosaic"
+    )
+
+  products = {}
+  for name, make in {"jla": jla, "tokamax": tokamax}.items():
+    try:
+      products[name] = make()
+    except ImportError as error:
+      print(f"# {name} is left out: {error}", flush=True)
+  return products
+
+
+def compile_all(plans):
+  """{(shape, plan or peer, what): function} for every shape, side by side."""
+  forwards = {text: _forward(plan) for text, plan in plans.items()}
   if _XLA.value:
-    whole |= {"xla fwd": _xla, "xla fwd+bwd": _with_gradients(_xla)}
-  sizes = jnp.zeros((num_groups,), jnp.int32)
-  lhs, rhs, d_out = inputs
+    forwards["xla"] = _xla
+  if _PEERS.value:
+    forwards |= _peers()
+  # The kernels by themselves; what is made of them finds them compiled.
+  first = {(name, "fwd"): forward for name, forward in forwards.items()}
+  for text, plan in plans.items():
+    first |= {(text, part): f for part, f in _parts(plan).items()}
+  then = {(name, "fwd+bwd"): _with_gradients(f) for name, f in forwards.items()}
 
-  def compile_one(function):
-    return jax.jit(function).lower(lhs, rhs, sizes, d_out).compile()
+  def compile_one(job):
+    shape, name, what, function = job
+    structs = jax.eval_shape(lambda: _inputs(*_widths(shape)))
+    sizes = jax.ShapeDtypeStruct((structs[1].shape[0],), jnp.int32)
+    lhs, rhs, d_out = structs
+    try:
+      return jax.jit(function).lower(lhs, rhs, sizes, d_out).compile()
+    except Exception as error:  # pylint: disable=broad-exception-caught
+      if name in plans:
+        raise
+      return _refusal(shape, name, what, error)
 
-  began = time.perf_counter()
+  began, compiled = time.perf_counter(), {}
   with concurrent.futures.ThreadPoolExecutor() as pool:
-    compiled = dict(zip(functions, pool.map(compile_one, functions.values())))
-    compiled |= dict(zip(whole, pool.map(compile_one, whole.values())))
-  if not _PARTS.value:
-    compiled = {k: f for k, f in compiled.items() if k in ("fwd", *whole)}
-  print(
-      f"# {label}: compiled in {time.perf_counter() - began:.1f} s", flush=True
-  )
+    for functions in (first, then):
+      jobs = [(s, *k, f) for s in _SHAPES.value for k, f in functions.items()]
+      keys = [job[:3] for job in jobs]
+      compiled |= dict(zip(keys, pool.map(compile_one, jobs)))
+  print(f"# compiled in {time.perf_counter() - began:.1f} s", flush=True)
+  timed = ("fwd", "fwd+bwd")
+  return {
+      key: function
+      for key, function in compiled.items()
+      if function and (_PARTS.value or key[2] in timed)
+  }
+
+
+def _refusal(shape, name, what, error):
+  reason = (str(error).splitlines() or [""])[0][:300]
+  print(f"# {shape} {name} {what}: {type(error).__name__}: {reason}", flush=True)
+
+
+def measure(shape, compiled):
+  """Prints the times of one shape under every load."""
   with _alone():
-    _measure_loads(label, compiled, lhs, rhs, d_out)
+    lhs, rhs, d_out = jax.jit(lambda: _inputs(*_widths(shape)))()
+    for load in _LOADS.value:
+      sizes = jnp.asarray(group_sizes(load, lhs.shape[0], rhs.shape[0]))
+      for (_, name, what), function in compiled.items():
+        run = functools.partial(function, lhs, rhs, sizes, d_out)
+        label = f"{shape} {name}"
+        try:
+          if name in _PLANS.value and what == "fwd+bwd":
+            _check_all(function, lhs, rhs, sizes, d_out)
+          times = _time(run, jax.block_until_ready)
+        except jax.errors.JaxRuntimeError as error:  # out of memory, mostly
+          _refusal(shape, name, what, error)
+          continue
+        flops = 2.0 * lhs.shape[0] * rhs.shape[1] * rhs.shape[2]
+        products = 3 if "bwd" in what else 1 - (what == "schedule")
+        _report(label, load, what, times, flops * products)
 
 
 @contextlib.contextmanager
@@ -157,33 +226,14 @@ def _alone():
     yield
 
 
-def _measure_loads(label, compiled, lhs, rhs, d_out):
-  num_rows, width_in = lhs.shape
-  num_groups, _, width_out = rhs.shape
-  for load in _LOADS.value:
-    sizes = jnp.asarray(group_sizes(load, num_rows, num_groups))
-    _check_all(compiled["fwd+bwd"], lhs, rhs, sizes, d_out)
-    for name, function in compiled.items():
-      run = functools.partial(function, lhs, rhs, sizes, d_out)
-      flops = 2.0 * num_rows * width_in * width_out
-      products = 3 if "bwd" in name else 1 - (name == "schedule")
-      _report(
-          label, load, name, _time(run, jax.block_until_ready), flops * products
-      )
-
-
-def _inputs(num_rows, width_in, width_out, num_groups):
-  @jax.jit
-  def make():
-    keys = jax.random.split(jax.random.key(0), 3)
-    shapes = (
-        (num_rows, width_in),
-        (num_groups, width_in, width_out),
-        (num_rows, width_out),
-    )
-    return [jax.random.normal(k, s, _BF16) for k, s in zip(keys, shapes)]
-
-  return make()
+def _inputs(width_in, width_out, num_groups):
+  keys = jax.random.split(jax.random.key(0), 3)
+  shapes = (
+      (_ROWS.value, width_in),
+      (num_groups, width_in, width_out),
+      (_ROWS.value, width_out),
+  )
+  return [jax.random.normal(k, s, _BF16) for k, s in zip(keys, shapes)]
 
 
 @jax.jit
