@@ -195,13 +195,13 @@ class _Tokens:
 
     def token(t, state):
       key = spread(load(k.at[b, t, source], 1), 0)
-      query = spread(load(q.at[b, t, source], 1) * self.scale, 0)
+      query = spread(load(q.at[b, t, source], 1), 0)
       decay = spread(jnp.exp(load(g.at[b, t, head], 1)), 0)
       value = load(v.at[b, t, head, columns], 0)
       state = state * decay
       write = (value - jnp.sum(state * key, axis=0)) * beta[b, t, head]
       state = state + key * spread(write, 1)
-      read = jnp.sum(state * query, axis=0)
+      read = jnp.sum(state * query, axis=0) * self.scale
       out.at[b, t, head, columns][...] = read.astype(out.dtype)
       return state
 
