@@ -36,20 +36,23 @@ _CALLS = flags.DEFINE_integer("calls", 20, "Calls of a group, back to back.")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 _IN_TORCH = flags.DEFINE_bool("in_torch", False, "Internal: fla's process.")
 
-_CASES = (  # sources, width, dtype, whether normed, whether the last counts
-    (1, 4096, "bfloat16", False, None),
-    (2, 1000, "bfloat16", False, None),
-    (9, 4096, "bfloat16", False, None),
-    (9, 7168, "bfloat16", False, None),
-    (32, 7168, "bfloat16", False, None),
-    (1, 1000, "float32", False, None),
-    (2, 7168, "float32", False, None),
-    (9, 1000, "float32", False, None),
-    (32, 4096, "float32", False, None),
-    (3, 2048, "bfloat16", True, False),
-    (3, 2048, "float32", True, True),
-    (3, 4096, "float32", True, None),
-    (9, 7168, "bfloat16", True, None),
+_CASES = (  # sources, width, dtype, what is computed, whether the last counts
+    (1, 4096, "bfloat16", "mix", None),
+    (2, 1000, "bfloat16", "mix", None),
+    (9, 4096, "bfloat16", "mix", None),
+    (9, 7168, "bfloat16", "mix", None),
+    (32, 7168, "bfloat16", "mix", None),
+    (1, 1000, "float32", "mix", None),
+    (2, 7168, "float32", "mix", None),
+    (9, 1000, "float32", "mix", None),
+    (32, 4096, "float32", "mix", None),
+    (3, 2048, "bfloat16", "norm of mix", False),
+    (3, 2048, "float32", "norm of mix", True),
+    (3, 4096, "float32", "norm of mix", None),
+    (9, 7168, "bfloat16", "norm of mix", None),
+    (4, 2048, "float32", "norm in two phases", None),
+    (9, 7168, "bfloat16", "norm in two phases", None),
+    (4, 2048, "float32", "norm in two phases", False),
 )
 _CHECK_TOKENS = 1601  # several for each block, and not a multiple of anything
 _EPS = 1e-6
@@ -57,18 +60,27 @@ _EPS = 1e-6
 _LIMITS = {"bfloat16": (5e-3, 1e-2), "float32": (1e-5, 1e-4)}
 
 
-def _mix(implementation, normed=False, use_last=None):
+def _mix(implementation, form="mix", use_last=None):
+  flag = None if use_last is None else jnp.bool(use_last)
 
   def mix(sources, query, scale, gain):
-    return attn_res.attn_res(
-        sources,
-        query,
-        scale,
-        use_last=None if use_last is None else jnp.bool(use_last),
-        norm_scale=gain if normed else None,
+    options = dict(
+        norm_scale=None if form == "mix" else gain,
         eps=_EPS,
         implementation=implementation,
     )
+    if form != "norm in two phases":
+      return attn_res.attn_res(
+          sources, query, scale, use_last=flag, **options
+      )
+    *bank, prefix = sources
+    partial, log_sum_exp = attn_res.attn_res_stats(
+        bank, query[None], scale[None], eps=_EPS
+    )
+    return attn_res.attn_res_merge(
+        partial[0], log_sum_exp[0], prefix, query, scale, use_prefix=flag,
+        **options,
+    )  # fmt: skip
 
   return mix
 
@@ -86,7 +98,7 @@ def _with_gradients(mix):
   return both
 
 
-def _definition(normed, use_last, sources, query, scale, gain):
+def _definition(form, use_last, sources, query, scale, gain):
   v = jnp.stack(sources)
   keys = v / jnp.sqrt(jnp.mean(v * v, axis=-1, keepdims=True) + _EPS)
   logits = keys @ (scale * query)
@@ -94,7 +106,7 @@ def _definition(normed, use_last, sources, query, scale, gain):
     logits = logits.at[-1].set(-jnp.inf)
   weights = jax.nn.softmax(logits, axis=0)
   mixed = jnp.sum(weights[..., None] * v, axis=0)
-  return _rms_norm(mixed, gain) if normed else mixed
+  return mixed if form == "mix" else _rms_norm(mixed, gain)
 
 
 def _rms_norm(x, gain):
@@ -124,13 +136,13 @@ def _error(actual, expected):
 
 def _check_case(case):
   """Relative RMS errors: output, d_sources, and of the three vectors."""
-  num_sources, width, dtype, normed, use_last = case
+  num_sources, width, dtype, form, use_last = case
   arrays = _inputs(num_sources, _CHECK_TOKENS, width, dtype)
-  mix = _mix("mosaic_gpu", normed, use_last)
+  mix = _mix("mosaic_gpu", form, use_last)
   out, d_sources, *d_vectors = jax.jit(_with_gradients(mix))(*arrays)
   with jax.enable_x64(True):
     wide = jax.tree.map(lambda x: x.astype(jnp.float64), arrays)
-    definition = functools.partial(_definition, normed, use_last)
+    definition = functools.partial(_definition, form, use_last)
     expected = jax.jit(_with_gradients(definition))(*wide)
     expected = jax.tree.map(np.asarray, expected)
   # What is exactly zero has an absolute error.
@@ -167,10 +179,10 @@ def _check_far():
   arrays = _inputs(2, tokens, width, "bfloat16")
   ends = jax.tree.map(lambda x: x[-last:] if x.ndim > 1 else x, arrays)
   errors = []
-  for normed in (False, True):
-    both = jax.jit(_with_gradients(_mix("mosaic_gpu", normed)))
+  for form in ("mix", "norm of mix"):
+    both = jax.jit(_with_gradients(_mix("mosaic_gpu", form)))
     out, d_sources, *_ = both(*arrays)
-    expected = jax.jit(_with_gradients(_mix("reference", normed)))(*ends)
+    expected = jax.jit(_with_gradients(_mix("reference", form)))(*ends)
     pairs = zip((out, *d_sources), (expected[0], *expected[1]), strict=True)
     errors += [_error(a[-last:], e) for a, e in pairs]
   return max(errors)
@@ -207,7 +219,7 @@ def _time_ours():
   for name, mix in (
       ("mosaic_gpu", _mix("mosaic_gpu")),
       ("reference", _mix("reference")),
-      ("normed", _mix("mosaic_gpu", normed=True)),
+      ("normed", _mix("mosaic_gpu", "norm of mix")),
       ("XLA's norm", _mix_then_norm),
   ):
     rows[name] = {}
