@@ -70,9 +70,7 @@ def _mix(implementation, form="mix", use_last=None):
         implementation=implementation,
     )
     if form != "norm in two phases":
-      return attn_res.attn_res(
-          sources, query, scale, use_last=flag, **options
-      )
+      return attn_res.attn_res(sources, query, scale, use_last=flag, **options)
     *bank, prefix = sources
     partial, log_sum_exp = attn_res.attn_res_stats(
         bank, query[None], scale[None], eps=_EPS

@@ -415,9 +415,7 @@ def _run_forward(call, sources, query, flag, gain, given):
   if call.given:
     optional = (*optional, given)
 
-  def body(
-      *refs, ring, loaded, staged, kept, sums, meeting=None, **of_norm
-  ):
+  def body(*refs, ring, loaded, staged, kept, sums, meeting=None, **of_norm):
     sources, refs = refs[:num_refs], refs[num_refs:]
     query, *optional, out, scalars = refs
     flag = optional.pop(0) if has_flag else None
@@ -765,9 +763,7 @@ def _mix_forward(call, sources, query, flag, gain, given):
 
 
 def _mix_backward(call, residuals, d_mixed):
-  d_sources, d_query, d_gain, d_given = _run_backward(
-      call, *residuals, d_mixed
-  )
+  d_sources, d_query, d_gain, d_given = _run_backward(call, *residuals, d_mixed)
   return d_sources, d_query, None, d_gain, d_given
 
 

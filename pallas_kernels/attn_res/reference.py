@@ -79,6 +79,8 @@ def _mix_forward(eps, sources, query, use_last):
 def _mix_backward(eps, residuals, d_mixed):
   del eps
   sources, query, inverse_rms, logits, weights = residuals
+  # It is read several times: XLA would keep the fp32 in which it was computed.
+  d_mixed = jax.lax.optimization_barrier(d_mixed)
   along = _each(lambda v: _dot(v, d_mixed), sources)  # G . v_i
   d_logits = weights * (along - jnp.sum(weights * along, axis=0)[None])
   scaled = d_logits * inverse_rms
@@ -177,9 +179,7 @@ def merge(eps, partial, log_sum_exp, prefix, query, use_prefix=None):
   Returns:
     [..., D] in prefix's dtype.
   """
-  return _merge_forward(
-      eps, partial, log_sum_exp, prefix, query, use_prefix
-  )[0]
+  return _merge_forward(eps, partial, log_sum_exp, prefix, query, use_prefix)[0]
 
 
 def _merge_forward(eps, partial, log_sum_exp, prefix, query, use_prefix):

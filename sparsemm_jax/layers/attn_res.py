@@ -69,17 +69,13 @@ def moved_rows(
   passes = 2 if remat else 1
   if not two_phases:
     accumulated = 4 * num_sources / 2  # over a layer's two mixes
-    return (
-        passes * (num_sources + 2) + (2 * num_sources + 3) + accumulated
-    )
+    return passes * (num_sources + 2) + (2 * num_sources + 3) + accumulated
   phase_one, merged = num_sources + 1, 3
   of_bank = num_sources + 2 + num_sources / num_layers
   return passes * (phase_one + merged) + 5 + of_bank
 
 
-def use_two_phases(
-    num_sources: int, num_layers: int, *, remat: bool
-) -> bool:
+def use_two_phases(num_sources: int, num_layers: int, *, remat: bool) -> bool:
   """Whether a scanned group moves fewer bytes in two phases."""
   rows = functools.partial(moved_rows, num_sources, num_layers, remat=remat)
   return rows(two_phases=True) < rows(two_phases=False)

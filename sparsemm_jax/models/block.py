@@ -133,9 +133,7 @@ class TransformerBlock(nn.Module):
     config = self.config
 
     def normed_input(name, prefix, first):
-      norm = norms.RMSNorm(
-          config, config.d_model, "embed", name=f"{name}_norm"
-      )
+      norm = norms.RMSNorm(config, config.d_model, "embed", name=f"{name}_norm")
       if bank is None:
         return norm(prefix)
       mix = attn_res.DepthMix(config, name=f"{name}_res")

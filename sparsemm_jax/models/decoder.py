@@ -21,8 +21,9 @@ class Decoder(nn.Module):
   Every attn_res_block_size Transformer blocks (not sub-layers) the running sum
   of outputs moves to the bank and a new sum starts; a last mix over the bank
   and the unfinished sum precedes the final norm. Within a residual block the
-  bank is constant, so its layers scan with the prefix as the only carry. On a
-  mesh with stages the blocks run as a pipeline (see pipelined).
+  bank is constant, so its layers scan with the prefix as the only carry; where
+  that moves fewer bytes the bank is mixed for all of them before. On a mesh
+  with stages the blocks run as a pipeline (see pipelined), without this.
 
   Source: Attention Residuals, section 3.2, arXiv:2603.15031.
   """
