@@ -119,10 +119,10 @@ def _parts(plan):
   rows = mosaic_gpu_rows.rows_times_matrices
   return {
       "d_lhs": lambda lhs, rhs, sizes, d_out: rows(
-          plan, d_out, rhs, tiles(lhs, sizes), transpose=True
+          plan, d_out, (rhs,), tiles(lhs, sizes), transpose=True
       ),
       "d_rhs": lambda lhs, rhs, sizes, d_out: (
-          mosaic_gpu_weights.outer_products(plan, lhs, d_out, sizes)
+          mosaic_gpu_weights.outer_products(plan, lhs, d_out, sizes, 1)
       ),
       "schedule": lambda lhs, rhs, sizes, d_out: tiles(lhs, sizes),
   }
@@ -192,7 +192,9 @@ def compile_all(plans):
 
 def _refusal(shape, name, what, error):
   reason = (str(error).splitlines() or [""])[0][:300]
-  print(f"# {shape} {name} {what}: {type(error).__name__}: {reason}", flush=True)
+  print(
+      f"# {shape} {name} {what}: {type(error).__name__}: {reason}", flush=True
+  )
 
 
 def measure(shape, compiled):

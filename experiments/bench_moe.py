@@ -5,8 +5,7 @@
 By default K3's 896 experts and top-16 at half of its widths, 8192 tokens =
 131,072 rows, every array in bf16. A part is compiled and timed by itself on
 what the part before it returned, so the parts do not add up to the whole,
-where XLA fuses across them. "join" is the concatenation of the gate and up
-stacks, which the layer repeats in each call.
+where XLA fuses across them.
 """
 
 import concurrent.futures
@@ -87,9 +86,8 @@ def _parts():
           routing.expert_indices, experts
       ),
       "rows": lambda z, visits: rows_lib.to_experts(z, visits),
-      "gate_up": lambda gate, up: jnp.concatenate([gate, up], axis=-1),
-      "product": lambda rows, gate_up, visits: multiply(
-          rows, gate_up, visits.group_sizes
+      "product": lambda rows, gate, up, visits: multiply(
+          rows, (gate, up), visits.group_sizes
       ),
       "activation": lambda product: activations.situ_glu(
           *jnp.split(product, 2, axis=-1)
@@ -113,7 +111,6 @@ _LABELS = {
     "z": "latent down",
     "visits": "sort by expert",
     "rows": "gather rows",
-    "gate_up": "join gate and up",
     "product": "gate and up product",
     "activation": "SiTU-GLU",
     "returned": "down product",

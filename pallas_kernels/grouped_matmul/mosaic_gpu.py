@@ -6,6 +6,7 @@ which tiles there are. README.md has the picture and the numbers, NOTES.md
 what each version cost.
 """
 
+from collections.abc import Sequence
 import functools
 
 import jax
@@ -21,7 +22,7 @@ Plan = schedule.Plan
 
 def grouped_matmul(
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: jax.Array | Sequence[jax.Array],
     group_sizes: jax.Array,
     *,
     plan: Plan = Plan(),  # noqa: B008  (frozen)
@@ -32,21 +33,27 @@ def grouped_matmul(
     NotImplementedError: a dtype, device or mesh that the kernels do not serve,
       or nothing to compute.
   """
+  stacks = tuple(rhs) if isinstance(rhs, Sequence) else (rhs,)
   if lhs.dtype != jnp.bfloat16:
     raise NotImplementedError(f"lhs is {lhs.dtype}, not bfloat16")
-  if not lhs.size or not rhs.size:
-    raise NotImplementedError(f"no elements: {lhs.shape}, {rhs.shape}")
+  if not lhs.size or not stacks[0].size:
+    raise NotImplementedError(f"no elements: {lhs.shape}, {stacks[0].shape}")
   if plan.interpret is None:
     dispatch.check_hopper()
-  num_rows, columns = lhs.shape[0], rhs.shape[2]
+  num_groups, width_in, share = stacks[0].shape
+  num_rows, columns = lhs.shape[0], share * len(stacks)
   # Whole tiles of 8 x 64, and no array smaller than what is fetched at once.
   padded_rows = max(_up(num_rows, 8), plan.heights[-1], schedule.CHUNK)
   if plan.interpret is not None:  # it refuses to read past the end
     padded_rows += max(plan.heights[-1], schedule.CHUNK)
-  inner, outer = (_padded_width(n, plan) for n in rhs.shape[1:])
+  inner, outer = (_padded_width(n, plan) for n in (width_in, columns))
   lhs = _pad(lhs, (padded_rows, inner))
-  rhs = _pad(rhs, (rhs.shape[0], inner, outer))
-  out = _product(plan, lhs, rhs, group_sizes)
+  straddling = share % max(plan.slice, plan.weight_columns)
+  if len(stacks) > 1 and (straddling or outer != columns):
+    stacks = (jnp.concatenate(stacks, axis=-1),)
+  shape = (num_groups, inner, outer // len(stacks))
+  stacks = tuple(_pad(stack, shape) for stack in stacks)
+  out = _product(plan, lhs, stacks, group_sizes)
   return out[:num_rows, :columns]
 
 
@@ -68,21 +75,26 @@ def _pad(x, shape):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(plan, lhs, rhs, group_sizes):
+def _product(plan, lhs, stacks, group_sizes):
   tiles = schedule.row_tiles(group_sizes, lhs.shape[0], plan.heights)
-  return rows_lib.rows_times_matrices(plan, lhs, rhs, tiles, transpose=False)
+  return rows_lib.rows_times_matrices(plan, lhs, stacks, tiles, transpose=False)
 
 
-def _forward(plan, lhs, rhs, group_sizes):
-  return _product(plan, lhs, rhs, group_sizes), (lhs, rhs, group_sizes)
+def _forward(plan, lhs, stacks, group_sizes):
+  out = _product(plan, lhs, stacks, group_sizes)
+  return out, (lhs, stacks, group_sizes)
 
 
 def _backward(plan, residuals, d_out):
-  lhs, rhs, group_sizes = residuals
+  lhs, stacks, group_sizes = residuals
   tiles = schedule.row_tiles(group_sizes, lhs.shape[0], plan.heights)
-  d_lhs = rows_lib.rows_times_matrices(plan, d_out, rhs, tiles, transpose=True)
-  d_rhs = weights_lib.outer_products(plan, lhs, d_out, group_sizes)
-  return d_lhs, d_rhs, None
+  d_lhs = rows_lib.rows_times_matrices(
+      plan, d_out, stacks, tiles, transpose=True
+  )
+  d_stacks = weights_lib.outer_products(
+      plan, lhs, d_out, group_sizes, len(stacks)
+  )
+  return d_lhs, d_stacks, None
 
 
 _product.defvjp(_forward, _backward)

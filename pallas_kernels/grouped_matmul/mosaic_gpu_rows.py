@@ -51,34 +51,38 @@ _COMPUTED = (
 def rows_times_matrices(
     plan: schedule.Plan,
     rows: jax.Array,
-    matrices: jax.Array,
+    stacks: tuple[jax.Array, ...],
     tiles: jax.Array,
     *,
     transpose: bool,
 ) -> jax.Array:
-  """out[r] = rows[r] @ matrices[e] (or its transpose), 0 past the groups.
+  """out[r] = rows[r] @ matrix[e] (or its transpose), 0 past the groups.
+
+  A group's matrix is what the stacks hold for it, side by side.
 
   Args:
     plan: the static part.
-    rows: [M, K] bf16, M a multiple of 8 and no less than the highest tile.
-    matrices: [E, K, N], or [E, N, K] if transpose; K and N multiples of 64
-      and no less than a slice.
+    rows: [M, I], or [M, N] if transpose, bf16; M a multiple of 8 and no less
+      than the highest tile.
+    stacks: S arrays [E, I, N / S]; I and N / S multiples of 64, I and N no less
+      than a slice, N / S a multiple of a slice unless S is 1.
     tiles: from `schedule.row_tiles`.
     transpose: whether to use the matrices' transposes.
 
   Returns:
-    [M, N] bf16.
+    [M, N], or [M, I] if transpose, bf16.
   """
   num_rows, contracted = rows.shape
-  num_groups = matrices.shape[0]
-  columns = matrices.shape[1 if transpose else 2]
+  num_groups, _, share = stacks[0].shape
+  columns = stacks[0].shape[1] if transpose else share * len(stacks)
   stages, size = plan.row_stages, plan.slice
   block_columns = WARPGROUPS * size
   column_tiles = -(-columns // (block_columns * plan.cluster))
   steps = contracted // CHUNK
   matrix_tile = (size, CHUNK) if transpose else (CHUNK, size)
 
-  def body(rows_gm, matrices_gm, items_gm, out_gm, **smem):
+  def body(rows_gm, *refs, **smem):
+    *stacks_gm, items_gm, out_gm = refs
     group = lax.axis_index("warpgroup")
     cluster = lax.axis_index("tile")
     half = lax.axis_index("pair") if plan.cluster > 1 else 0
@@ -106,10 +110,19 @@ def rows_times_matrices(
 
       fields = functools.partial(fields_of, fields=_FETCHED)
 
-      def matrix_at(owner, k, column, i):
-        chunk = pl.ds(k * CHUNK, CHUNK)
-        here = pl.ds(column + i * size, size)
-        return (owner, here, chunk) if transpose else (owner, chunk, here)
+      def with_part(use, owner, k, column):
+        """use(part of the matrix), of 64 to contract and a slice to make."""
+        wide, long = pl.ds(column, size), pl.ds(k * CHUNK, CHUNK)
+
+        def use_stack(stack, place):
+          if transpose:
+            use(stack.at[owner, wide, pl.ds(place, CHUNK)])
+          else:
+            use(stack.at[owner, long, pl.ds(place, size)])
+
+        schedule.within_share(
+            k * CHUNK if transpose else column, share, stacks_gm, use_stack
+        )
 
       def fetch_item(n, carry):
         done, owner, start, index, alone, column = carry
@@ -134,11 +147,11 @@ def rows_times_matrices(
 
           for_height(index, fetch_rows)
           for i in range(WARPGROUPS):
-            plgpu.copy_gmem_to_smem(
-                matrices_gm.at[matrix_at(owner, k, column, i)],
-                smem["matrices_in"].at[slot, i],
-                ready,
+            there = smem["matrices_in"].at[slot, i]
+            copy = lambda part, there=there: plgpu.copy_gmem_to_smem(
+                part, there, ready
             )
+            with_part(copy, owner, k, column + i * size)
           if plan.prefetch:
             prefetch(k, length, owner, alone, column, following)
 
@@ -158,8 +171,7 @@ def rows_times_matrices(
         @pl.when(wanted)
         def _():
           for i in range(WARPGROUPS):
-            there = matrix_at(owner, k, column, i)
-            plgpu.async_prefetch(matrices_gm.at[there])
+            with_part(plgpu.async_prefetch, owner, k, column + i * size)
 
       done, *_ = lax.fori_loop(0, rounds, fetch_item, (0, *fields(0)))
       lanes.drain(smem["consumed"], done, stages)
@@ -305,4 +317,4 @@ def rows_times_matrices(
       **lanes.launch(plan, name, WARPGROUPS + 1),
   )
   items = schedule.row_items(tiles, column_tiles, plan.panel)
-  return kernel(rows, matrices, items)
+  return kernel(rows, *stacks, items)

@@ -7,6 +7,7 @@ tile reads at its two ends are computed and not written.
 """
 
 import dataclasses
+import functools
 
 import jax
 from jax import lax
@@ -140,6 +141,26 @@ def largest_first(group_sizes: jax.Array, num_rows: int) -> jax.Array:
   place = jnp.sum(before, axis=1, dtype=jnp.int32)
   fields = jnp.stack([index, *bounds(group_sizes, num_rows)], axis=1)
   return jnp.zeros_like(fields).at[place].set(fields, unique_indices=True)
+
+
+def within_share(place, share: int, owners, use) -> None:
+  """Calls use(owner, place in it) for the owner of a place.
+
+  Args:
+    place: int32, of owners side by side.
+    share: how long each is.
+    owners: one or more; the last has the places past the end too.
+    use: what to call.
+  """
+  if len(owners) == 1:
+    use(owners[0], place)
+    return
+  index = lax.min(lax.div(place, share), len(owners) - 1)
+  branches = [
+      functools.partial(use, owner, place - i * share)
+      for i, owner in enumerate(owners)
+  ]
+  lax.switch(index, branches)
 
 
 def dealt(n, cluster, clusters: int):

@@ -24,13 +24,14 @@ _COMPUTE_REGISTERS, _FETCH_REGISTERS = 232, 40
 WARPGROUPS = 2  # that compute
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 4))
 def outer_products(
     plan: schedule.Plan,
     lhs: jax.Array,
     d_out: jax.Array,
     group_sizes: jax.Array,
-) -> jax.Array:
+    num_stacks: int,
+) -> tuple[jax.Array, ...]:
   """Per group, lhs^T @ d_out over its rows.
 
   Args:
@@ -38,12 +39,14 @@ def outer_products(
     lhs: [M, I] bf16, M a multiple of 8 and no less than a chunk.
     d_out: [M, N] bf16; I and N multiples of 64 and no less than a tile.
     group_sizes: [E] int32.
+    num_stacks: S, into how many arrays the columns are shared out; N / S is a
+      multiple of a tile's columns unless S is 1.
 
   Returns:
-    [E, I, N] bf16.
+    S arrays [E, I, N / S] bf16.
   """
   num_rows, rows_out = lhs.shape
-  columns = d_out.shape[1]
+  columns, share = d_out.shape[1], d_out.shape[1] // num_stacks
   num_groups = group_sizes.shape[0]
   stages, chunk = plan.weight_stages, plan.weight_chunk
   size, width = plan.weight_rows, plan.weight_columns
@@ -55,7 +58,7 @@ def outer_products(
   items = num_groups * per_group
   groups = schedule.largest_first(group_sizes, num_rows)
 
-  def body(lhs_gm, d_out_gm, groups_gm, out_gm, **smem):
+  def body(lhs_gm, d_out_gm, groups_gm, *stacks_gm, **smem):
     warpgroup = lax.axis_index("warpgroup")
     cluster = lax.axis_index("tile")
     half = lax.axis_index("pair") if plan.cluster > 1 else 0
@@ -165,9 +168,12 @@ def outer_products(
         lanes.stage_tile(stage, out, interpret=plan.interpret is not None)
         plgpu.commit_smem()
         here = pl.ds(row + warpgroup * size, size)
-        plgpu.copy_smem_to_gmem(
-            stage, out_gm.at[owner, here, pl.ds(column, width)]
-        )
+
+        def copy(stack, column):
+          there = stack.at[owner, here, pl.ds(column, width)]
+          plgpu.copy_smem_to_gmem(stage, there)
+
+        schedule.within_share(column, share, stacks_gm, copy)
 
       def mask_rows(slot, low, high):
         """Zeroes rows outside [low, high): own lhs, half of d_out."""
@@ -200,7 +206,8 @@ def outer_products(
   dtype = lhs.dtype
   kernel = plgpu.kernel(
       body,
-      out_type=jax.ShapeDtypeStruct((num_groups, rows_out, columns), dtype),
+      out_type=[jax.ShapeDtypeStruct((num_groups, rows_out, share), dtype)]
+      * num_stacks,
       scratch_types=dict(
           lhs_in=plgpu.SMEM(
               (stages, WARPGROUPS, chunk, size), dtype, transforms=tiled
@@ -217,4 +224,4 @@ def outer_products(
       ),
       **lanes.launch(plan, "grouped_matmul_d_rhs", WARPGROUPS + 1),
   )
-  return kernel(lhs, d_out, groups)
+  return tuple(kernel(lhs, d_out, groups))

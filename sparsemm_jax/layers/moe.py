@@ -93,9 +93,8 @@ def run_sorted(
       group_sizes=group_sizes,
       implementation=config.moe.implementation,
   )
-  # One product for both; joining them costs nothing beside the cast.
-  gate_up = jnp.concatenate([weights["gate_proj"], weights["up_proj"]], axis=-1)
-  gate, up = jnp.split(multiply(rows, gate_up), 2, axis=-1)
+  gate_up = multiply(rows, (weights["gate_proj"], weights["up_proj"]))
+  gate, up = jnp.split(gate_up, 2, axis=-1)
   hidden = activations.situ_glu(
       gate, up, gate_cap=config.gate_cap, up_cap=config.up_cap
   )

@@ -50,6 +50,21 @@ class GroupedMatmulResourcesTest(absltest.TestCase):
     temporary = compiled.memory_analysis().temp_size_in_bytes
     self.assertLess(temporary, 1 << 20)
 
+  def test_stacks_are_not_copied_to_join_them(self):
+    lhs, rhs, sizes, _ = _arguments()
+    d_out = jax.ShapeDtypeStruct((_ROWS, 2 * _OUT), jnp.bfloat16)
+    compiled, kernels = aot.kernel_resources(
+        _with_gradients(mosaic_gpu.grouped_matmul),
+        lhs, (rhs, rhs), sizes, d_out,
+    )  # fmt: skip
+    self.assertLen(kernels, len(_KERNELS))
+    for kernel in kernels:
+      # A few words around the loops are no accumulator of 64 KB.
+      self.assertLessEqual(kernel.spill_bytes, 32, kernel.name)
+      self.assertFalse(kernel.serialized, kernel.name)
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    self.assertLess(temporary, 1 << 20)
+
   def test_none_chooses_the_kernels_for_bf16_alone(self):
     run = _with_gradients(grouped_matmul.grouped_matmul)
     for dtype, chosen in ((jnp.bfloat16, True), (jnp.float32, False)):

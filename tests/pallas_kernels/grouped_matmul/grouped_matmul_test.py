@@ -109,6 +109,19 @@ class GroupedMatmulTest(parameterized.TestCase):
     np.testing.assert_array_equal(actual[0][past:], 0)
     np.testing.assert_array_equal(actual[1][past:], 0)
 
+  @parameterized.parameters("xla", "reference")
+  def test_stacks_count_as_joined(self, implementation):
+    lhs, rhs, d_out = _inputs(83, 4, 16, 24)
+    sizes = np.array([20, 0, 17, 30], np.int32)
+    halves = rhs[..., :12], rhs[..., 12:]
+    whole = _value_and_gradients(lhs, rhs, d_out, sizes, implementation)
+    out, d_lhs, d_halves = _value_and_gradients(
+        lhs, halves, d_out, sizes, implementation
+    )
+    testing.assert_same(out, whole[0])
+    testing.assert_same(d_lhs, whole[1])
+    testing.assert_same(np.concatenate(d_halves, axis=-1), whole[2])
+
   def test_every_split_of_a_few_rows(self):
     # 5 rows over 3 groups in all 56 ways, some of them incomplete.
     inputs = _inputs(5, 3, 4, 6)
@@ -195,6 +208,8 @@ class GroupedMatmulTest(parameterized.TestCase):
     call = grouped_matmul.grouped_matmul
     with self.assertRaisesRegex(ValueError, r"\(6, 3\), \(3, 4, 6\)"):
       call(lhs[:, :3], rhs, sizes)
+    with self.assertRaisesRegex(ValueError, "one shape"):
+      call(lhs, (rhs, rhs[..., :5]), sizes)
     with self.assertRaisesRegex(ValueError, "one float dtype"):
       call(lhs, rhs.astype(jnp.bfloat16), sizes)
     with self.assertRaisesRegex(ValueError, r"int32\[3\]"):

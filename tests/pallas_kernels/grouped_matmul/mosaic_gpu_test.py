@@ -86,6 +86,25 @@ class InterpretedTest(parameterized.TestCase):
     lhs[21], d_out[21] = np.nan, np.nan  # the second group's
     self.check(lhs, rhs, d_out, [20, 3, 17, 43], _PLAN)
 
+  @parameterized.parameters(128, 72)
+  def test_stacks_count_as_joined(self, width):
+    # Of 128 columns no tile straddles two stacks; of 72 they are joined first.
+    rng = np.random.default_rng(1)
+    draw = lambda *shape: np.asarray(rng.normal(size=shape), jnp.bfloat16)
+    sizes = np.array([20, 0, 43], np.int32)
+    lhs, d_out = draw(_ROWS, _IN), draw(_ROWS, 2 * width)
+    stacks = draw(3, _IN, width), draw(3, _IN, width)
+    out, d_lhs, d_stacks = _value_and_gradients(
+        lhs, stacks, d_out, sizes, _PLAN
+    )
+    actual = out, d_lhs, np.concatenate(d_stacks, axis=2)
+    d_out[63:] = 0
+    joined = np.concatenate(stacks, axis=2)
+    expected = _oracle(lhs, joined, d_out, sizes)
+    kinds = "bf16", "bf16 gradient", "bf16 gradient"
+    for value, exact, kind in zip(actual, expected, kinds, strict=True):
+      testing.assert_close(value, exact, kind)
+
   def check(self, lhs, rhs, d_out, group_sizes, plan):
     """Compares what the oracle says is finite, the groups' rows only."""
     actual = _value_and_gradients(
