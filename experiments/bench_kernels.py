@@ -198,7 +198,7 @@ def _parts(x):
       "gradient": functools.partial(gradient_lib.gradient, plan),
   }
   tiles = kernels["prep"](*local)
-  walk = (tiles, beta, v, state)
+  walk = (tiles, v, state)
   states, v_new = kernels["states"](*walk)
   dv, ds, _ = kernels["reverse"](*walk)
   arguments = dict.fromkeys(kernels, walk)

@@ -212,7 +212,7 @@ def _attend(plan, q, k, v, z, beta, slope, bias, initial, flags):
   beta = _not_zero(beta, flags)
   tiles = prep_lib.prep(plan, q, k, z, beta, slope, bias, flags)
   out, final = scan_lib.scan(
-      plan, tiles, beta, v, initial.swapaxes(2, 3), output=True
+      plan, tiles, v, initial.swapaxes(2, 3), output=True
   )
   return out, final.swapaxes(2, 3)
 
@@ -237,10 +237,10 @@ def _attend_bwd(plan, args, cotangents):
   local = (q, k, z, beta, slope, bias, flags)
   tiles = prep_lib.prep(plan, *local)
   states, v_new = scan_lib.scan(
-      plan, tiles, beta, v, initial.swapaxes(2, 3), output=False
+      plan, tiles, v, initial.swapaxes(2, 3), output=False
   )
   dv, ds, d_initial = scan_lib.reverse_scan(
-      plan, tiles, beta, d_out, d_final.swapaxes(2, 3)
+      plan, tiles, d_out, d_final.swapaxes(2, 3)
   )
   dq, dk, dz, d_beta, sums = gradient_lib.gradient(
       plan, *local, (states, ds, v_new, dv, d_out)

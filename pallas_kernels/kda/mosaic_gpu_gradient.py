@@ -27,9 +27,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda import mosaic_gpu_lanes as lanes_lib
 from pallas_kernels.kda import mosaic_gpu_prep as prep_lib
+from pallas_kernels.kda.mosaic_gpu_prep import BETA
 from pallas_kernels.kda.mosaic_gpu_prep import CHUNK
 from pallas_kernels.kda.mosaic_gpu_prep import HALF
+from pallas_kernels.kda.mosaic_gpu_prep import K_NORM
 from pallas_kernels.kda.mosaic_gpu_prep import LOG2_E
+from pallas_kernels.kda.mosaic_gpu_prep import MANTISSA
+from pallas_kernels.kda.mosaic_gpu_prep import Q_NORM
 from pallas_kernels.kda.mosaic_gpu_prep import READS_STATE
 from pallas_kernels.kda.mosaic_gpu_prep import ROW
 from pallas_kernels.kda.mosaic_gpu_prep import VALID
@@ -42,7 +46,7 @@ _PAD = 8  # fp32 words after a row: wgmma rows then start in other banks
 # moved to the other half's R would be too small for bf16 under strong decay.
 _CORNER_SHIFT = 32
 # Rows of the small [64] vectors.
-_K_NORM, _Q_NORM, _BETA, _Q_DOT, _K_DOT, _PAST_DOT, _DBETA = range(7)
+_Q_DOT, _K_DOT, _PAST_DOT, _DBETA = range(4, 8)  # after prep's
 _BIAS, _GAM, _PASSED, _DLAST = range(4)
 
 
@@ -103,7 +107,7 @@ def gradient(plan: Plan, q, k, z, beta, slope, bias, flags, saved):
       ),
       sums=smem((2, 4, width)),
       channels=smem((4, width)),
-      rows=smem((7, CHUNK)),
+      rows=smem((8, CHUNK)),
       z_ready=plgpu.Barrier(num_arrivals=2),
       qk_ready=plgpu.Barrier(num_arrivals=3 if plan.masked else 2),
       saved_ready=plgpu.Barrier(num_arrivals=7),
@@ -223,7 +227,7 @@ def _body(
     copy(q_gm.at[b, rows, source], s["q_tile"], s["qk_ready"])
     for gm in flags_gm:
       copy(gm.at[b, rows], s["flags"], s["qk_ready"])
-    copy(beta_gm.at[b, head, rows], s["rows"].at[_BETA], s["saved_ready"])
+    copy(beta_gm.at[b, head, rows], s["rows"].at[BETA], s["saved_ready"])
 
   def sync(name):
     plgpu.commit_smem()
@@ -327,8 +331,8 @@ def _decayed_tiles(plan, lanes, sums, s):
     k = lanes.load_tile(s["k_tile"], r).astype(jnp.float32)
     q = lanes.load_tile(s["q_tile"], r).astype(jnp.float32)
     if plan.raw:
-      k *= lanes.load_row_value(s["rows"].at[_K_NORM], r)
-      q *= lanes.load_row_value(s["rows"].at[_Q_NORM], r)
+      k *= lanes.load_row_value(s["rows"].at[K_NORM], r)
+      q *= lanes.load_row_value(s["rows"].at[Q_NORM], r)
     else:
       q *= plan.scale
     if plan.masked:
@@ -350,8 +354,8 @@ def _decayed_tiles(plan, lanes, sums, s):
 
 
 def _beta_gradient(s):
-  """Of the error e = v' / beta and its solve's gradient dr / beta, by rows."""
-  beta = plgpu.load(s["rows"].at[_BETA], layout=ROW)
+  """Times m, of the error e = v' / beta and its solve's dr / beta, by rows."""
+  beta = plgpu.load(s["rows"].at[BETA], layout=ROW)
   dots = 0.0
   for first in range(0, s["dr"].shape[1], 64):
     piece = s["dr"].at[:, pl.ds(first, 64)]
@@ -438,29 +442,54 @@ def _row_dot(x, tile):
   return total
 
 
-def _later_side(plan, s, side, rows_name, tile_name, sign):
+def _mantissa(s, axis=0):
+  """m of `mosaic_gpu_prep`, [64] along an axis of a score."""
+  layout = (ROW, prep_lib.COLUMN)[axis]
+  return plgpu.load(s["rows"].at[MANTISSA], layout=layout)
+
+
+def _minus_mantissa(plan, s, shape, axis=0):
+  """What dv is multiplied by to give -dr."""
+  if not plan.raw:
+    return -1.0
+  return lax.broadcast_in_dim(-_mantissa(s, axis), shape, (axis,))
+
+
+def _key_dot(plan, s, dot):
+  """A key's <k, dk>, both as without its norm."""
+  return dot * _mantissa(s) * _mantissa(s) if plan.raw else dot
+
+
+def _later_side(plan, s, side, rows_name, tile_name):
   """dq+ or dk+: gradients of a tile on the later side of a score."""
   width = s["q_tile"].shape[1]
   parts = (s[name].transpose((1, 0)) for name in ("v_new", "v_low"))
   terms = [(s[rows_name], part) for part in parts]
   d_score = _product((CHUNK, CHUNK), terms, None)
-  inner, corner = _two_parts(plan, sign * d_score, True, side == 0, s)
+  factor = lambda x: x if side == 0 else x * _minus_mantissa(plan, s, x.shape)
+  inner, corner = _two_parts(plan, factor(d_score), True, side == 0, s)
   tile = _product((CHUNK, width), [(s[rows_name], s["state"])], None)
-  tile = tile * _by_half(plan, s, 0, width) * sign
+  tile = factor(tile * _by_half(plan, s, 0, width))
   tile = _where_flag(plan, s, READS_STATE, tile)
   terms = [(inner, s["k_minus"]), (corner, s["cross"].at[pl.ds(0, CHUNK)])]
   tile = _product(tile, terms, _stage(s, side))
-  dot = _Q_DOT if side == 0 else _K_DOT
-  s["rows"][dot] = _row_dot(tile, s[tile_name])
+  dot = _row_dot(tile, s[tile_name])
+  if side == 0:
+    s["rows"][_Q_DOT] = dot
+  else:
+    s["rows"][_K_DOT] = _key_dot(plan, s, dot)
   return tile
 
 
 def _query_side(plan, s):
-  return _later_side(plan, s, 0, "do", "q_tile", 1.0)
+  if plan.raw:  # Here, where registers are left.
+    d_beta = plgpu.load(s["rows"].at[_DBETA], layout=ROW)
+    s["rows"][_DBETA] = d_beta / _mantissa(s)
+  return _later_side(plan, s, 0, "do", "q_tile")
 
 
 def _key_side(plan, s):
-  return _later_side(plan, s, 1, "dr", "k_tile", -1.0)
+  return _later_side(plan, s, 1, "dr", "k_tile")
 
 
 def _past_side(plan, s):
@@ -477,20 +506,19 @@ def _past_side(plan, s):
     ).astype(jnp.float32)
     dots = jnp.sum(tile[:, first : first + 64] * past, axis=0)
     s["channels"].at[_DLAST, columns][...] = dots
-  sides = (
-      ("do", 1.0, "q_tile", HALF, True),
-      ("dr", -1.0, "k_tile", 0, False),
-  )
-  for rows_name, sign, name, window, diagonal in sides:
+  sides = ("do", "q_tile", HALF, True), ("dr", "k_tile", 0, False)
+  for rows_name, name, window, diagonal in sides:
     rows = s[rows_name].transpose((1, 0))
     d_score = _product((CHUNK, CHUNK), [(part, rows) for part in parts], None)
-    inner, corner = _two_parts(plan, sign * d_score, False, diagonal, s)
+    if rows_name == "dr":
+      d_score *= _minus_mantissa(plan, s, d_score.shape, axis=1)
+    inner, corner = _two_parts(plan, d_score, False, diagonal, s)
     terms = [
         (inner, s[name]),
         (corner, s["cross"].at[pl.ds(window, CHUNK)]),
     ]
     tile = _product(tile, terms, _stage(s, 2))
-  s["rows"][_PAST_DOT] = _row_dot(tile, s["k_minus"])
+  s["rows"][_PAST_DOT] = _key_dot(plan, s, _row_dot(tile, s["k_minus"]))
   return tile
 
 
@@ -535,8 +563,8 @@ def _finish(plan, lanes, slope, s):
       row = lambda i, r=r: lanes.load_row_value(s["rows"].at[i], r)
       # The tile holds scale q / |q|, its norm's row scale / |q|.
       q_dot = row(_Q_DOT) * (1.0 / plan.scale**2)
-      dq = row(_Q_NORM) * (dq - q * minus * q_dot)
-      dk = row(_K_NORM) * (dk - k * minus * (row(_K_DOT) + row(_PAST_DOT)))
+      dq = row(Q_NORM) * (dq - q * minus * q_dot)
+      dk = row(K_NORM) * (dk - k * minus * (row(_K_DOT) + row(_PAST_DOT)))
     else:
       dq *= plan.scale
     if plan.masked:

@@ -20,6 +20,11 @@ token reaches an earlier row only through such integers, hence exactly not.
 
 The identity and b are left to the scan, which adds and multiplies them in fp32:
 rounded to bf16 they would err by one factor for all of a row.
+
+k here is the key as it came times a power of two, both exact, so that keys
+which are one and hardly decay stay one. What their norm lacks, a factor m in
+[1, 2), is moved: the rule with keys m k, values v and b is the rule with keys
+k, values v / m and b m^2.
 """
 
 import dataclasses
@@ -45,6 +50,8 @@ _TO_GRID = 1.5 * 2.0**9
 _NARROW = (plgpu.TilingTransform((8, 16)), plgpu.SwizzleTransform(32))
 ROW = plgpu.Layout.WGMMA.reduce(1)  # a value per row of a wgmma tile
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
+# The first of a kernel's small [64] vectors.
+K_NORM, Q_NORM, BETA, MANTISSA = range(4)
 
 # A row's flags when segments or a tail are there: bits, and in two bytes the
 # chunk's rows [first, stop) that belong to the row's run.
@@ -90,7 +97,7 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, flags):
 
   Returns:
     nkgam, qg, kg [B, HV, N, 64, K] bf16; aqk, solve [B, HV, N, 64, 64] bf16;
-    gam [B, HV, N, K] fp32.
+    gam [B, HV, N, K] fp32; scales [B, HV, N, 2, 64] fp32, b m^2 and 1 / m.
   """
   batch, _, _, width = q.shape
   value_heads = z.shape[2]
@@ -99,6 +106,7 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, flags):
   tile = jax.ShapeDtypeStruct((*lead, CHUNK, width), jnp.bfloat16)
   square = jax.ShapeDtypeStruct((*lead, CHUNK, CHUNK), jnp.bfloat16)
   vector = jax.ShapeDtypeStruct((*lead, width), jnp.float32)
+  scales = jax.ShapeDtypeStruct((*lead, 2, CHUNK), jnp.float32)
   items = math.prod(lead)
   pairs = plan.pairs
   blocks = min(num_blocks(plan), pl.cdiv(items, pairs))
@@ -130,7 +138,7 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, flags):
       solve_tile=smem((CHUNK, CHUNK), jnp.bfloat16, tiled),
       totals=smem((4, width), jnp.float32),
       powers=smem((4, width), jnp.float32),
-      rows=smem((3, CHUNK), jnp.float32),
+      rows=smem((4, CHUNK), jnp.float32),
       channels=smem((2, width), jnp.float32),
       z_ready=barriers(2),
       qk_ready=barriers(3 if plan.masked else 2),
@@ -147,7 +155,7 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, flags):
   )
   kernel = plgpu.kernel(
       functools.partial(_prep_body, plan, walk),
-      out_type=[tile, tile, tile, square, square, vector],
+      out_type=[tile, tile, tile, square, square, vector, scales],
       scratch_types=scratch,
       grid=(blocks,),
       grid_names=("block",),
@@ -195,8 +203,8 @@ class Walk:
 def _prep_body(
     plan, walk, q_gm, k_gm, z_gm, beta_gm, slope_gm, bias_gm, *rest, **scratch
 ):
-  flags_gm, outputs = rest[:-6], rest[-6:]
-  nkgam_gm, qg_gm, kg_gm, aqk_gm, solve_gm, gam_gm = outputs
+  flags_gm, outputs = rest[:-7], rest[-7:]
+  nkgam_gm, qg_gm, kg_gm, aqk_gm, solve_gm, gam_gm, scales_gm = outputs
   warpgroup = lax.axis_index("warpgroup")
   pair, role = lax.div(warpgroup, 2), lax.rem(warpgroup, 2)
   z_ref, late_ref = members(scratch.pop("z_union"))
@@ -243,7 +251,7 @@ def _prep_body(
   def load_beta(i, s):
     b, _, head, rows = rows_of(i)
     plgpu.copy_gmem_to_smem(
-        beta_gm.at[b, head, rows], s["rows"].at[2], s["beta_ready"]
+        beta_gm.at[b, head, rows], s["rows"].at[BETA], s["beta_ready"]
     )
 
   def sync(s):
@@ -282,7 +290,7 @@ def _prep_body(
     def _():
       score, low = _scores("k_tile", 0, s)
       plgpu.barrier_wait(s["beta_ready"])
-      beta = plgpu.load(s["rows"].at[2], layout=ROW)
+      beta = _scales(plan, s)
       parts = _lower_parts(plan, score, low, beta, s)
       plgpu.barrier_arrive(s["tiles_read"])
       plgpu.barrier_wait(s["tiles_read"])
@@ -290,6 +298,7 @@ def _prep_body(
       s["solve_tile"][...] = solve.astype(jnp.bfloat16)
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(s["solve_tile"], solve_gm.at[out])
+      plgpu.copy_smem_to_gmem(s["rows"].at[pl.ds(BETA, 2)], scales_gm.at[out])
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
       @pl.when(i + 1 < count)
@@ -355,7 +364,7 @@ def gate_sums(plan, lanes, slope, s):
 
 
 def row_norms(plan, role, s):
-  """rows[0], rows[1] = 1 / |k|, scale / |q| of each row."""
+  """Of each row 1 / |k| = 2^e m, as rows 2^e and m, and scale / |q|."""
   for r, (name, scale) in enumerate((("k_tile", 1.0), ("q_tile", plan.scale))):
 
     @pl.when(role == r)
@@ -365,7 +374,34 @@ def row_norms(plan, role, s):
         piece = s[name].at[:, pl.ds(start, 64)]
         x = plgpu.load(piece, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
         squares += jnp.sum(x * x, axis=1)
-      s["rows"][r] = lax.rsqrt(squares + NORM_EPSILON) * scale
+      norm = lax.rsqrt(squares + NORM_EPSILON) * scale
+      if r == Q_NORM:
+        s["rows"][r] = norm
+        return
+      bits = lax.bitcast_convert_type(norm, jnp.int32)
+      mantissa = lax.bitcast_convert_type(
+          (bits & 0x7FFFFF) | 0x3F800000, jnp.float32
+      )
+      if plan.masked:  # A padding row's key may be anything.
+        flags = plgpu.load(s["flags"], layout=ROW)
+        mantissa = jnp.where((flags & VALID) != 0, mantissa, 1.0)
+      s["rows"][K_NORM] = lax.bitcast_convert_type(
+          bits & 0x7F800000, jnp.float32
+      )
+      s["rows"][MANTISSA] = mantissa
+
+
+def _scales(plan, s):
+  """Makes rows BETA and MANTISSA b m^2 and 1 / m; returns b m^2 by rows."""
+  beta = plgpu.load(s["rows"].at[BETA], layout=ROW)
+  if plan.raw:
+    mantissa = plgpu.load(s["rows"].at[MANTISSA], layout=ROW)
+    beta = beta * mantissa * mantissa
+    s["rows"][BETA] = beta
+    s["rows"][MANTISSA] = 1.0 / mantissa
+  else:
+    s["rows"][MANTISSA] = plgpu.layout_cast(jnp.ones_like(beta), ROW)
+  return beta
 
 
 def _decayed_tiles(plan, lanes, sums, s):
@@ -387,8 +423,8 @@ def _decayed_tiles(plan, lanes, sums, s):
     k = lanes.load_tile(s["k_tile"], r).astype(jnp.float32)
     q = lanes.load_tile(s["q_tile"], r).astype(jnp.float32)
     if plan.raw:
-      k *= lanes.load_row_value(s["rows"].at[0], r)
-      q *= lanes.load_row_value(s["rows"].at[1], r)
+      k *= lanes.load_row_value(s["rows"].at[K_NORM], r)
+      q *= lanes.load_row_value(s["rows"].at[Q_NORM], r)
     else:
       q *= plan.scale
     if plan.masked:

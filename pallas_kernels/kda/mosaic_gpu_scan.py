@@ -8,10 +8,12 @@ accumulator, and its right operand in shared memory as TMA left it. So nothing
 in the chain goes through shared memory, and the limit is the bytes of the
 tiles that `mosaic_gpu_prep` made.
 
-  forward   r^T = (v^T - S^T kgam^T) b;    v'^T = r^T + r^T solve^T
+  forward   r^T = (v^T/m - S^T kgam^T) b;  v'^T = r^T + r^T solve^T
             o^T = S^T qg^T + v'^T aqk^T;    S^T <- S^T gam + v'^T kg
   reverse   dv'^T = do^T aqk + dS^T kg^T;    dr^T = (dv'^T + dv'^T solve) b
-            dv = dr;    dS^T <- dS^T gam + do^T qg - dr^T kgam
+            dv = dr/m;  dS^T <- dS^T gam + do^T qg - dr^T kgam
+
+with b standing for b m^2 of `mosaic_gpu_prep`, whose `scales` b and 1/m are.
 
 Where keys are alike and hardly decay, v' and dr are differences of neighbouring
 rows and o sums them up again, so the roundings of r, v' and dv' would add up
@@ -40,13 +42,12 @@ _COMPUTE_REGISTERS, _FETCH_REGISTERS = 240, 24
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="output")
-def scan(plan: Plan, tiles, beta, v, initial, *, output: bool):
+def scan(plan: Plan, tiles, v, initial, *, output: bool):
   """Runs the recurrence over chunks.
 
   Args:
     plan: the static part.
     tiles: what `mosaic_gpu_prep.prep` returned.
-    beta: [B, HV, T64] fp32, 0 on padding rows and nowhere else.
     v: [B, T, HV, V] bf16.
     initial: [B, HV, V, K] fp32, the transposed state before the first chunk.
     output: whether to make o, or what the backward pass needs.
@@ -56,11 +57,10 @@ def scan(plan: Plan, tiles, beta, v, initial, *, output: bool):
     (states [B, HV, N, V, K] bf16 before each chunk, v' in two parts
     [B, HV, N, 2, 64, V] bf16).
   """
-  nkgam, qg, kg, aqk, solve, gam = tiles
+  nkgam, qg, kg, aqk, solve, gam, scales = tiles
   batch, value_heads, chunks, _, width = nkgam.shape
   values = v.shape[-1]
-  beta = beta.reshape(gam.shape[:3] + (CHUNK,))
-  inputs = dict(nkgam=nkgam, kg=kg, solve=solve, gam=gam, beta=beta)
+  inputs = dict(nkgam=nkgam, kg=kg, solve=solve, gam=gam, scales=scales)
   if output:
     inputs |= dict(qg=qg, aqk=aqk)
     out_type = [
@@ -87,13 +87,12 @@ def scan(plan: Plan, tiles, beta, v, initial, *, output: bool):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def reverse_scan(plan: Plan, tiles, beta, do, final):
+def reverse_scan(plan: Plan, tiles, do, final):
   """Runs the adjoint of the recurrence, from the last chunk to the first.
 
   Args:
     plan: the static part.
     tiles: what `mosaic_gpu_prep.prep` returned.
-    beta: [B, HV, T64] fp32, 0 on padding rows and nowhere else.
     do: [B, T, HV, V] bf16.
     final: [B, HV, V, K] fp32, the transposed gradient of the final state.
 
@@ -101,12 +100,11 @@ def reverse_scan(plan: Plan, tiles, beta, do, final):
     dv [B, T, HV, V] bf16, ds [B, HV, N, V, K] bf16 after each chunk, and
     the initial state's [B, HV, V, K] fp32.
   """
-  nkgam, qg, kg, aqk, solve, gam = tiles
+  nkgam, qg, kg, aqk, solve, gam, scales = tiles
   batch, value_heads, chunks, _, width = nkgam.shape
   values = do.shape[-1]
-  beta = beta.reshape(gam.shape[:3] + (CHUNK,))
   inputs = dict(
-      nkgam=nkgam, qg=qg, kg=kg, aqk=aqk, solve=solve, gam=gam, beta=beta
+      nkgam=nkgam, qg=qg, kg=kg, aqk=aqk, solve=solve, gam=gam, scales=scales
   )
   out_type = [
       jax.ShapeDtypeStruct(do.shape, jnp.bfloat16),
@@ -144,7 +142,7 @@ def _walk(plan, inputs, x, initial, out_type, step, *, reverse, name):
   scratch = {
       f"{key}_in": (
           staged(shapes[key], array.dtype, tiled)
-          if array.ndim == 5
+          if array.dtype == jnp.bfloat16
           else staged(shapes[key], array.dtype)
       )
       for key, array in inputs.items()
@@ -294,17 +292,24 @@ class _Here:
   def _where_valid(self, x):
     if not self.plan.masked:
       return x
-    valid = self.by_column("beta", x.shape) != 0.0
+    valid = self.beta(x.shape) != 0.0
     return jnp.where(valid, x, jnp.zeros((), x.dtype))
 
-  def by_column(self, key, shape):
-    """gam or beta, the same in all rows of a transposed array."""
-    values = plgpu.load(self.smem[f"{key}_in"].at[self.slot], layout=COLUMN)
+  def _by_column(self, ref, shape):
+    values = plgpu.load(ref.at[self.slot], layout=COLUMN)
     return lax.broadcast_in_dim(values, shape, (1,))
+
+  def beta(self, shape):
+    """b m^2, 0 on padding rows and nowhere else."""
+    return self._by_column(self.smem["scales_in"].at[:, 0], shape)
+
+  def scaled(self, xt):
+    """x / m by rows of x."""
+    return xt * self._by_column(self.smem["scales_in"].at[:, 1], xt.shape)
 
   def decayed(self, state):
     """state * gam, and exactly zero where the state does not pass."""
-    gam = self.by_column("gam", state.shape)
+    gam = self._by_column(self.smem["gam_in"], state.shape)
     if self.plan.masked:
       return jnp.where(gam > 0.0, state * gam, 0.0)
     return state * gam
@@ -360,7 +365,7 @@ def _square():
 
 def _solved(here, new, rest):
   """Issues v'^T = r^T + r^T solve^T from r^T / b; returns its accumulator."""
-  rest = rest * here.by_column("beta", rest.shape)
+  rest = rest * here.beta(rest.shape)
   new = here.accumulator(new, rest)
   for part in lanes_lib.split(rest):
     new.add(part, here.tile("solve", True))
@@ -370,7 +375,7 @@ def _solved(here, new, rest):
 def _output_step(here, state):
   rounded = state.astype(jnp.bfloat16)
   decayed = here.decayed(state)
-  vt = here.x().astype(jnp.float32)
+  vt = here.scaled(here.x().astype(jnp.float32))
 
   def products(rest, new, out, after):
     rest = here.accumulator(rest, vt)
@@ -397,7 +402,7 @@ def _state_step(here, state):
   states_gm, v_new_gm = here.outputs
   rounded = state.astype(jnp.bfloat16)
   decayed = here.decayed(state)
-  vt = here.x().astype(jnp.float32)
+  vt = here.scaled(here.x().astype(jnp.float32))
 
   def products(rest, new, after):
     rest = here.accumulator(rest, vt)
@@ -444,10 +449,11 @@ def _reverse_step(here, state):
     for part in lanes_lib.split(new.read(wait_n=1)):
       new.add(part, here.tile("solve"))
     dr = new.read()
-    dr = (dr * here.by_column("beta", dr.shape)).astype(jnp.bfloat16)
-    before.add(dr, here.tile("nkgam"))
-    return dr, before.read()
+    dr = dr * here.beta(dr.shape)
+    dv = here.scaled(dr).astype(jnp.bfloat16)
+    before.add(dr.astype(jnp.bfloat16), here.tile("nkgam"))
+    return dv, before.read()
 
-  dr, state = pl.run_scoped(products, _square(), plgpu.ACC(state.shape))
-  here.store_rows(here._where_valid(dr), here.token_rows(dv_gm))
+  dv, state = pl.run_scoped(products, _square(), plgpu.ACC(state.shape))
+  here.store_rows(here._where_valid(dv), here.token_rows(dv_gm))
   return state

@@ -101,6 +101,31 @@ class MosaicGpuTest(parameterized.TestCase):
     ):
       testing.assert_close(actual, wanted, "bf16 gradient", f"d {name}")
 
+  def test_identical_keys_do_not_add_roundings_up(self):
+    """v' is a difference of neighbours then, and the output sums it up."""
+    x = list(_inputs(128, 1, 1))[:7]
+    x[1] = jnp.broadcast_to(x[1][:, :1], x[1].shape)
+    x[3] = 0.1 * x[3] - 12  # no decay
+    x[4] += 5  # beta near 1
+    options = dict(
+        lower_bound=-5.0, scale=0.125, initial_state=None, segment_ids=None
+    )
+    cotangent = jax.random.normal(jax.random.key(1), x[2].shape)
+    interpret = plgpu.InterpretGPUParams()
+
+    def kernel(*x):
+      return mosaic_gpu.fused_kda(*x, interpret=interpret, **options)[0]
+
+    def recurrence(*x):
+      return api.fused_kda(*x, implementation="reference", **options)[0]
+
+    out, gradients = _value_and_gradients(kernel, x, cotangent)
+    expected, exact = _value_and_gradients(recurrence, _fp32(x), cotangent)
+    testing.assert_close(out, expected, "bf16 gradient", "output")
+    for name in ("k", "v", "beta_logits"):
+      i = NAMES.index(name)
+      testing.assert_close(gradients[i], exact[i], "bf16 gradient", f"d {name}")
+
   def test_no_two_threads_race_for_memory(self):
     x = _inputs(64, 1, 1)
     out, _ = mosaic_gpu.fused_kda(
