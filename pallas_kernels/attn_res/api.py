@@ -78,6 +78,7 @@ def attn_res_stats(
     key_scales: Float[Array, "q d"],
     *,
     eps: float = 1e-6,
+    implementation: dispatch.Implementation = None,
 ) -> tuple[Float[Array, "q ... d"], Float[Array, "q ..."]]:
   """Mixes the finished sources for all layers of a block at once.
 
@@ -89,6 +90,7 @@ def attn_res_stats(
     pseudo_queries: [Q, D] one per layer.
     key_scales: [Q, D] one per layer.
     eps: added to the mean square under the root.
+    implementation: of the sums over the bank; else as in attn_res_merge.
 
   Returns:
     partial: [Q, ..., D] normalised mixes, in bank's dtype.
@@ -96,6 +98,7 @@ def attn_res_stats(
 
   Raises:
     ValueError: no source, or shapes that do not fit together.
+    NotImplementedError: nothing that was asked for serves these arguments.
 
   Source: Attention Residuals, algorithm 1 (phase 1), arXiv:2603.15031.
   Deviation: the partial is normalised, so that rounding it to bf16 does not
@@ -104,7 +107,17 @@ def attn_res_stats(
   if not isinstance(bank, jax.Array):
     bank = tuple(bank)
   _check_sources(bank, pseudo_queries.shape[1:])
-  return reference.stats(eps, bank, _query(pseudo_queries, key_scales))
+  queries = _query(pseudo_queries, key_scales)
+  candidates = {
+      "mosaic_gpu": lambda: reference.stats(
+          eps, mosaic_gpu.combine, bank, queries
+      ),
+      "mosaic_tpu": lambda: mosaic_tpu.stats(eps, bank, queries),
+      "reference": lambda: reference.stats(
+          eps, reference.combine, bank, queries
+      ),
+  }
+  return dispatch.run("attn_res_stats", candidates, implementation)
 
 
 def attn_res_merge(

@@ -101,6 +101,47 @@ def merge(
   )
 
 
+def combine(
+    weights: Float[Array, "Q S ..."],
+    bank: tuple[Float[Array, "... D"], ...] | Float[Array, "S ... D"],
+    *,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> Float[Array, "Q ... D"]:
+  """`reference.combine` on Hopper: every source crosses the memory bus once.
+
+  XLA's where rows would have to be padded or a token's do not fit the ring.
+
+  Raises:
+    NotImplementedError: see `mix`.
+  """
+  call_lib.check_served(bank)
+  if interpret is None:
+    dispatch.check_hopper()
+  first = bank[0]
+  num_sources, width = len(bank), first.shape[-1]
+  if width % _unit(width, False):
+    return reference.combine(weights, bank)
+  stacked = not isinstance(bank, tuple)
+  call = call_lib.Call(
+      num_sources=num_sources,
+      stacked=stacked,
+      tokens=math.prod(first.shape[:-1]),
+      width=width,
+      padded=width,
+      dtype=jnp.dtype(first.dtype),
+      normed=False,
+      given=False,
+      eps=0.0,
+      interpret=interpret,
+  )
+  if _plan_combine(call, len(weights)).slots < num_sources:
+    return reference.combine(weights, bank)
+  rows = lambda x: x.reshape(*x.shape[: int(stacked)], -1, width)
+  operands = (rows(bank),) if stacked else tuple(map(rows, bank))
+  out = _run_combine(call, len(weights), operands, weights)
+  return out.reshape(len(weights), *first.shape)
+
+
 def _serve(eps, sources, query, use_last, norm_scale, given, interpret):
   normed = norm_scale is not None and _norm_fits(sources)
   mixed = call_lib.by_rows(
@@ -242,6 +283,25 @@ def _plan_backward(call: call_lib.Call) -> _Plan:
   if call.interpret is not None:
     slots = min(slots, items + 1)
   return _Plan(call, groups, split, slots, items)
+
+
+def _plan_combine(call: call_lib.Call, num_queries: int) -> _Plan:
+  row_bytes = call.padded * call.dtype.itemsize
+  split = _split(call.padded)
+  left = _SHARED_BYTES - 16 * 1024
+  for groups in (_GROUPS_FORWARD // split, 2, 1):
+    weights = 4 * _weights_length(call, num_queries) * split
+    # Two rows of results are on the way, and weights of four tokens.
+    slots = (left // groups - 4 * weights) // row_bytes - 2
+    slots = min(slots, _BARRIERS // (groups * split), 2 * call.num_sources)
+    if slots > call.num_sources:
+      break
+  return _Plan(call, groups, split, slots, call.num_sources)
+
+
+def _weights_length(call, num_queries):
+  """Of a token's weights; bulk copies are of whole 128 bytes."""
+  return -(-num_queries * call.num_sources // 32) * 32
 
 
 class _Ring:
@@ -520,6 +580,96 @@ def _run_forward(call, sources, query, flag, gain, given):
   )
   # Without it XLA writes fp32 copies for a norm that follows (jax 0.11.2).
   return lax.optimization_barrier(_whole(plan, mixed)), scalars
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run_combine(call, num_queries, sources, weights):
+  """Returns the mixes [Q, N, D] of sources [N, D] by weights [Q, S, ...]."""
+  plan = _plan_combine(call, num_queries)
+  num_refs, num_sources = len(sources), call.num_sources
+  length = _weights_length(call, num_queries)
+  weights = weights.reshape(num_queries * num_sources, call.tokens)
+  weights = jnp.pad(weights.T, ((0, 0), (0, length - weights.shape[0])))
+  ahead = plan.slots // num_sources + 2  # tokens with weights on the way
+
+  def body(*refs, ring, loaded, kept, kept_loaded, staged, meeting=None):
+    del meeting
+    sources, (weights, out) = refs[:num_refs], refs[num_refs:]
+    thread = lax.axis_index("warpgroup")
+    staged = staged.at[thread]
+
+    def weights_of(k):
+      at = lax.rem(k, ahead)
+      return kept.at[thread, at], kept_loaded.at[thread * ahead + at]
+
+    def copies(i, k, token, part, target, barrier):
+      @pl.when(i == 0)
+      def _():
+        _copy_in(weights.at[token], *weights_of(k))
+
+      _for_source(
+          call,
+          sources,
+          i,
+          lambda ref: _copy_in(ref.at[token, part], target, barrier),
+      )
+
+    rows = _Ring(plan, copies, ring, loaded)
+    rows.start()
+
+    @pl.loop(0, rows.count)
+    def _(k):
+      first, token = k * num_sources, rows.token(k)
+      here, ready = weights_of(k)
+      plgpu.barrier_wait(ready)
+
+      @pl.loop(0, num_sources)
+      def _(i):
+        plgpu.barrier_wait(rows.barrier(first + i))
+
+      @pl.loop(0, num_queries)
+      def _(query):
+        def add(i, mixed):
+          slot = rows.slot(first + i)
+          v = plgpu.load(slot, layout=plan.layout, optimized=False)
+          return mixed + v.astype(jnp.float32) * here[query * num_sources + i]
+
+        mixed = lax.fori_loop(0, num_sources, add, _zeros(plan))
+        target = staged.at[lax.rem(query, 2)]
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        plgpu.commit_smem()  # the wait was one thread's
+        target[...] = mixed.astype(call.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(target, out.at[query, token, rows.part])
+
+      plgpu.commit_smem()
+
+      @pl.loop(0, num_sources)
+      def _(i):
+        rows.fetch(first + i + plan.slots)
+
+      # An odd number of queries would write twice to one place in turn.
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    plgpu.wait_smem_to_gmem(0)
+
+  scratch = dict(
+      kept=plgpu.SMEM((plan.threads, ahead, length), jnp.float32),
+      kept_loaded=plgpu.Barrier(
+          num_arrivals=1, num_barriers=plan.threads * ahead
+      ),
+      staged=plgpu.SMEM((plan.threads, 2, *plan.row), call.dtype),
+  )
+  shape = (num_queries, call.tokens, plan.split, *plan.row)
+  out = _launch(
+      plan,
+      body,
+      jax.ShapeDtypeStruct(shape, call.dtype),
+      scratch,
+      "attn_res_combine",
+      (*(_parts(plan, v) for v in sources), weights),
+  )
+  return _whole(plan, out)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -69,6 +69,16 @@ def mix(
   return reference.rms_norm(eps, mixed, norm_scale)
 
 
+def stats(eps, bank, queries):
+  """`reference.stats`, on a TPU.
+
+  Raises:
+    NotImplementedError: the device is no TPU.
+  """
+  dispatch.check_tpu()
+  return reference.stats(eps, reference.combine, bank, queries)
+
+
 def merge(*arguments) -> Float[Array, "... D"]:
   """`reference.normed_merge`: XLA fuses two sources well enough.
 

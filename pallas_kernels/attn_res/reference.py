@@ -100,12 +100,19 @@ def _mix_backward(eps, residuals, d_mixed):
 mix.defvjp(_mix_forward, _mix_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def stats(eps, bank, queries):
+def combine(weights, bank):
+  """Sums weights [Q, S, ...] times the bank over S: [Q, ..., D], bank's dtype."""
+  terms = (_scale(weights[:, i], v[None]) for i, v in enumerate(bank))
+  return functools.reduce(jnp.add, terms).astype(bank[0].dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def stats(eps, combine, bank, queries):
   """Mixes the bank once per query.
 
   Args:
     eps: added to the mean square.
+    combine: as above; the gradients are not taken through it.
     bank: tuple of S arrays [..., D], or one array [S, ..., D].
     queries: [Q, D] fp32, key scale included.
 
@@ -113,24 +120,23 @@ def stats(eps, bank, queries):
     partial: [Q, ..., D] sum_i p_i v_i in bank's dtype.
     log_sum_exp: [Q, ...] fp32 log sum_i exp(s_i).
   """
-  return _stats_forward(eps, bank, queries)[0]
+  return _stats_forward(eps, combine, bank, queries)[0]
 
 
-def _stats_forward(eps, bank, queries):
+def _stats_forward(eps, combine, bank, queries):
   inverse_rms = _each(lambda v: _inverse_rms(v, eps), bank)
   agree = lambda v: _einsum("...d,qd->q...", v.astype(jnp.float32), queries)
   logits = jnp.stack([agree(v) for v in bank], 1)  # [Q, S, ...]
   logits *= inverse_rms[None]
   log_sum_exp = jax.nn.logsumexp(logits, axis=1)
   weights = jnp.exp(logits - log_sum_exp[:, None])
-  terms = (_scale(weights[:, i], v[None]) for i, v in enumerate(bank))
-  partial = functools.reduce(jnp.add, terms).astype(bank[0].dtype)
+  partial = combine(weights, bank)
   residuals = bank, queries, inverse_rms, logits, weights
   return (partial, log_sum_exp), residuals
 
 
-def _stats_backward(eps, residuals, cotangents):
-  del eps
+def _stats_backward(eps, combine, residuals, cotangents):
+  del eps, combine
   bank, queries, inverse_rms, logits, weights = residuals
   d_partial, d_log_sum_exp = cotangents
   along = [_dot(v[None], d_partial) for v in bank]  # G . v_i, [Q, ...] each

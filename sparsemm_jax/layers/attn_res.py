@@ -42,7 +42,11 @@ def partial_mix(
   """
   return PartialMix(
       *attn_res.attn_res_stats(
-          bank, params["pseudo_query"], params["key_scale"], eps=config.norm_eps
+          bank,
+          params["pseudo_query"],
+          params["key_scale"],
+          eps=config.norm_eps,
+          implementation=config.attn_res_implementation,
       )
   )
 
@@ -58,7 +62,9 @@ def moved_rows(
   rematerialisation; backward reads them with the cotangent, writes their
   gradients, and adds the bank's to those of other layers. In two phases the
   scan sees one array in the bank's place; XLA reads the bank for each layer's
-  partial mix, and once for its gradient.
+  partial mix, and once for its gradient. (The Hopper kernel reads it once for
+  all, which would change the choice at S = 2 only, by less than two rows, for
+  four more rows of memory per layer.)
 
   Args:
     num_sources: S, in the bank.

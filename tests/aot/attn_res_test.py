@@ -9,6 +9,7 @@ from jax import numpy as jnp
 
 from pallas_kernels import aot
 from pallas_kernels import attn_res
+from pallas_kernels.attn_res import mosaic_gpu
 
 _TOKENS = 4096
 
@@ -59,6 +60,21 @@ class AttnResResourcesTest(parameterized.TestCase):
       # A few scalars per token and sums per block: no copy of any source.
       temporary = compiled.memory_analysis().temp_size_in_bytes
       self.assertLess(temporary, rows.size * rows.dtype.itemsize)
+
+  @parameterized.parameters((4, 2048, 12), (8, 7168, 24))
+  def test_the_mixes_of_many_queries_do_not_spill(
+      self, num_sources, width, num_queries
+  ):
+    bank = (jax.ShapeDtypeStruct((_TOKENS, width), jnp.bfloat16),) * num_sources
+    weights = jax.ShapeDtypeStruct(
+        (num_queries, num_sources, _TOKENS), jnp.float32
+    )
+    compiled, (kernel,) = aot.kernel_resources(
+        mosaic_gpu.combine, weights, bank
+    )
+    self.assertEqual(kernel.spill_bytes, 0)
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    self.assertLess(temporary, bank[0].size)  # half a source
 
   def test_none_chooses_the_kernels_also_in_rematerialised_scans(self):
     rows = jax.ShapeDtypeStruct((_TOKENS, 256), jnp.bfloat16)

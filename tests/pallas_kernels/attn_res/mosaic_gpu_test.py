@@ -137,6 +137,22 @@ class MosaicGpuTest(parameterized.TestCase):
     for a, b in zip((*actual[1:], d_scale), expected, strict=True):
       testing.assert_close(a, b, f"{kind} gradient")
 
+  # An odd number of queries; two warpgroups on a token.
+  @parameterized.parameters((3, 3, 128, jnp.float32), (2, 2, 512, jnp.bfloat16))
+  def test_the_mixes_of_many_queries_equal_the_reference(
+      self, num_queries, num_sources, width, dtype
+  ):
+    sources, *_ = _inputs(num_sources, 5, width, dtype)
+    logits = jax.random.normal(jax.random.key(1), (num_queries, num_sources, 5))
+    weights = jax.nn.softmax(logits, axis=1)
+    with mock.patch.object(mosaic_gpu, "_SPLIT_ABOVE", 256):
+      actual = mosaic_gpu.combine(weights, tuple(sources), interpret=_INTERPRET)
+    actual.block_until_ready()
+    self.assertFalse(gpu_callbacks.get_races().races_found)
+    wide = tuple(sources.astype(jnp.float32))
+    kind = "fp32" if dtype == jnp.float32 else "bf16"
+    testing.assert_close(actual, reference.combine(weights, wide), kind)
+
   def test_a_merge_with_a_norm_equals_the_reference(self):
     sources, query, cotangent = _inputs(2, 5, 128, jnp.float32)
     scale = 1.0 + 0.2 * jax.random.normal(jax.random.key(9), (128,))
