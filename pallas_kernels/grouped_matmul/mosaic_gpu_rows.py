@@ -217,14 +217,15 @@ def rows_times_matrices(
 
         with jax.named_scope("multiply"):
           out, last = for_height(index, multiply)
-        release(last)
+        # Nothing may arrive in a neighbour after what its fetching waits for.
+        pl.when(last < stages)(lambda: release(last))
         following = fields(n + 1)
         with jax.named_scope("write"):
           write(out, start, begin, end, column + group * size)
         return done + length, *following
 
       def release(slot):
-        """Gives a slot back; there is one barrier more, for no slot."""
+        """Gives a slot back; before an item's first there is no slot."""
         arrive = lambda: plgpu.barrier_arrive(smem["consumed"].at[slot])
         if plan.interpret is None:
           arrive()
