@@ -132,11 +132,14 @@ class ScheduleTest(absltest.TestCase):
       count, *tiles = np.asarray(make(sizes, num_rows, heights))
       self.assertLessEqual(count[0], len(tiles))
       owner = np.full(num_rows, -1)
-      for group, start, begin, end, height, _ in tiles[: count[0]]:
+      tiles = tiles[: count[0]]
+      groups = [tile[schedule.GROUP] for tile in tiles]
+      for group, start, begin, end, height, alone in tiles:
         self.assertEqual(start % schedule.ALIGNMENT, 0)
         self.assertTrue(start <= begin < end <= start + heights[height])
         np.testing.assert_array_equal(owner[begin:end], -1)
         owner[begin:end] = group
+        self.assertEqual(alone, groups.count(group) == 1)
       expected = np.full(num_rows, num_groups)
       expected[: sizes.sum()] = np.repeat(np.arange(num_groups), sizes)
       np.testing.assert_array_equal(owner, expected)
