@@ -23,7 +23,7 @@ rounded to bf16 they would err by one factor for all of a row.
 
 k here is the key as it came times a power of two, both exact, so that keys
 which are one and hardly decay stay one. What their norm lacks, a factor m in
-[1, 2), is moved: the rule with keys m k, values v and b is the rule with keys
+[1/2, 1), is moved: the rule with keys m k, values v and b is the rule with keys
 k, values v / m and b m^2.
 """
 
@@ -380,13 +380,13 @@ def row_norms(plan, role, s):
         return
       bits = lax.bitcast_convert_type(norm, jnp.int32)
       mantissa = lax.bitcast_convert_type(
-          (bits & 0x7FFFFF) | 0x3F800000, jnp.float32
+          (bits & 0x7FFFFF) | 0x3F000000, jnp.float32
       )
       if plan.masked:  # A padding row's key may be anything.
         flags = plgpu.load(s["flags"], layout=ROW)
         mantissa = jnp.where((flags & VALID) != 0, mantissa, 1.0)
       s["rows"][K_NORM] = lax.bitcast_convert_type(
-          bits & 0x7F800000, jnp.float32
+          (bits & 0x7F800000) + 0x800000, jnp.float32
       )
       s["rows"][MANTISSA] = mantissa
 
