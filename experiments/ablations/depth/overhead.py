@@ -96,18 +96,29 @@ def random_batch(config: config_lib.RunConfig) -> dict[str, jax.Array]:
   }
 
 
+def parse_variant(
+    variant: str | None,
+) -> tuple[config_lib.RunConfig, int | None]:
+  """Returns the config and the phases of an item of --variants."""
+  size, implementation, phases, *_ = [*(variant or "").split(":"), "", ""]
+  config = make_config(int(size) if size else None, implementation or None)
+  return config, int(phases) if phases else None
+
+
+def forced_phases(phases: int | None):
+  """A context in which every scanned mix is traced in so many phases."""
+  if phases is None:
+    return contextlib.nullcontext()
+  return mock.patch.object(attn_res, "use_two_phases", return_value=phases == 2)
+
+
 def lower(config: config_lib.RunConfig, batch, phases: int | None = None):
   """Lowers init() -> state and train_step(state, batch) of a variant."""
   init = jax.jit(
       lambda: state_lib.init_state(config),
       compiler_options={"xla_backend_optimization_level": 0},
   )
-  choose = contextlib.nullcontext()
-  if phases is not None:
-    choose = mock.patch.object(
-        attn_res, "use_two_phases", return_value=phases == 2
-    )
-  with choose:
+  with forced_phases(phases):
     state = jax.eval_shape(init)
     train_step = jax.jit(step_lib.make_train_step(config), donate_argnums=0)
     return init.lower(), train_step.lower(state, batch)
@@ -151,12 +162,8 @@ def main(argv) -> None:
   batch = random_batch(ordinary)
   lowered = {"ordinary": lower(ordinary, batch)}
   for variant in _VARIANTS.value:
-    size, implementation, phases, *_ = [*variant.split(":"), "", ""]
-    lowered[f"block size {variant}"] = lower(
-        make_config(int(size), implementation or None),
-        batch,
-        int(phases) if phases else None,
-    )
+    config, phases = parse_variant(variant)
+    lowered[f"block size {variant}"] = lower(config, batch, phases)
   print(f"lowered: {time.monotonic() - start:.0f} s", flush=True)
   with concurrent.futures.ThreadPoolExecutor(len(lowered)) as pool:
     futures = {
