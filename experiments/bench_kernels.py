@@ -25,6 +25,7 @@ from jax import numpy as jnp
 import numpy as np
 
 from experiments.kda_bench import decode
+from experiments.kda_bench import errors as errors_lib
 from experiments.kda_bench import fla_process
 from experiments.kda_bench import hard
 from experiments.kda_bench import inputs as inputs_lib
@@ -72,30 +73,6 @@ _FLOPS = 790e9  # per millisecond: bf16 products of one H200, measured
 
 def _ours(x):
   return api.fused_kda(**x, implementation=_IMPLEMENTATION.value)[0]
-
-
-def check(runs):
-  """Errors against float64 of {name: (x, cotangent, regime) -> results}."""
-  errors = {name: {} for name in runs}
-  for regime in inputs_lib.REGIMES:
-    x = inputs_lib.make_inputs(inputs_lib.CHECK, regime)
-    cotangent = inputs_lib.cotangent(x)
-    expected = inputs_lib.exact(x, cotangent)
-    for name, run in runs.items():
-      try:
-        row = inputs_lib.errors(run(x, cotangent, regime), expected)
-      except Exception as error:  # pylint: disable=broad-exception-caught
-        if name == "ours":
-          raise
-        print(f"{name:21} {regime:11} {str(error)[:200]}")
-        continue
-      errors[name][regime] = row
-      print(
-          f"{name:21} {regime:11}",
-          " ".join(f"{k} {v:.1e}" for k, v in row.items()),
-          flush=True,
-      )
-  return errors
 
 
 def _floors(spec, rate):
@@ -218,7 +195,7 @@ def _write(results):
 def _add_fla(results, fla):
   """Adds what fla's process measured."""
   if fla.job["inputs"]:
-    results["errors"] |= check({"fla": fla.results})
+    results["errors"] |= errors_lib.check({"fla": fla.results})
   if fla.job["decode"]:
     results["decode"]["fla"] = {"ms": fla.job["decode ms"]}
   for name, row in fla.job["times"].items():
@@ -242,7 +219,7 @@ def main(argv):
   results = {"device": jax.devices()[0].device_kind, "shapes": {}}
   if check_errors:
     both = {name: inputs_lib.with_gradient(run) for name, run in runs.items()}
-    errors = results["errors"] = check({
+    errors = results["errors"] = errors_lib.check({
         name: lambda x, cotangent, _, run=run: run(x, cotangent)
         for name, run in both.items()
     })
@@ -265,6 +242,8 @@ def main(argv):
     _write(results)
   if fla and fla.measure():
     _add_fla(results, fla)
+  if "errors" in results:
+    errors_lib.print_table(results["errors"])
   for name, result in results["shapes"].items():
     table.print_shape(name, result)
   table.print_decode(results.get("decode", {}))

@@ -169,7 +169,7 @@ def _body(
     dv_gm,
     do_gm,
     *rest,
-    **scratch
+    **scratch,
 ):
   flags_gm, outputs = rest[:-5], rest[-5:]
   dq_gm, dk_gm, dz_gm, dbeta_gm, sums_gm = outputs

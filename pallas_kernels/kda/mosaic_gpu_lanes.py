@@ -329,9 +329,7 @@ def half_factors(ref, first: int, width: int, interpret: bool) -> jax.Array:
   @plgpu.inline_mgpu(arg_types=(_THREAD, plgpu.RefType(())), return_type=struct)
   def load(_, thread, memory):
     at = _Fragment(thread, width)
-    row = arith.addi(
-        arith.muli(at.upper, at.constant(2)), at.constant(first)
-    )
+    row = arith.addi(arith.muli(at.upper, at.constant(2)), at.constant(first))
     index = lambda x: arith.index_castui(ir.IndexType.get(), x)
     kind = ir.VectorType.get((2,), ir.F32Type.get())
     for tile in range(width // 8):
