@@ -1,21 +1,24 @@
 """Which rows every tile of a grouped product covers, and tile shapes.
 
-A group's rows are cut into as few tiles as the highest allows, of two adjacent
-heights, so little is wasted however many tiles it has. Tiles start on a
-multiple of 8 rows, as the copy engine needs; the few rows of a neighbour that a
-tile reads at its two ends are computed and not written.
+A group's rows are cut into as few tiles as the highest allows, of the two
+heights that waste the least. Tiles start on a multiple of 8 rows, as the copy
+engine needs; the few rows of a neighbour that a tile reads at its two ends are
+computed and not written.
 """
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 from jax import lax
 from jax import numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
+import numpy as np
 
 ALIGNMENT = 8  # rows of a shared-memory tile
 CHUNK = 64  # contracted per step: a swizzled row of 128 bytes
+_NEVER = np.iinfo(np.int32).max
 
 # Fields of a row tile and of an item, after one row that holds their number.
 GROUP, START, BEGIN, END, HEIGHT, ALONE, COLUMN = range(7)
@@ -82,12 +85,17 @@ def row_tiles(
   aligned = starts // ALIGNMENT * ALIGNMENT
   rows = jnp.where(ends > starts, ends - aligned, 0)
   tiles = -(-rows // heights[-1])
-  # All of the group's tiles have the height `index`, or the first few do and
-  # the others the one below.
-  index = sum((rows > tiles * height).astype(jnp.int32) for height in heights)
-  steps = jnp.array((0, *heights), jnp.int32)
-  high, low = steps[index + 1], steps[index]
-  few = -(-(rows - tiles * low) // (high - low))
+  # Of every pair of heights, as few of the higher as are needed; 0 is unused.
+  pairs = itertools.combinations(enumerate((0, *heights), start=-1), 2)
+  (low_index, low), (high_index, high) = np.array(
+      list(pairs), np.int32
+  ).T.swapaxes(0, 1)
+  lowest = tiles[:, None] * low
+  few = jnp.maximum(-(-(rows[:, None] - lowest) // (high - low)), 0)
+  computed = lowest + few * (high - low)
+  possible = few <= tiles[:, None]
+  pair = jnp.argmin(jnp.where(possible, computed, _NEVER), axis=1)
+  few = jnp.take_along_axis(few, pair[:, None], axis=1)[:, 0]
 
   last = _running_sum(tiles)
   spans = min(num_groups + 1, num_rows)
@@ -96,12 +104,16 @@ def row_tiles(
   group = jnp.sum(last[None, :] <= number[:, None], axis=1, dtype=jnp.int32)
   group = jnp.minimum(group, num_groups)
   within = number - (last - tiles)[group]
-  few, high, low = few[group], high[group], low[group]
+  few, pair = few[group], pair[group]
+  low, high, low_index, high_index = (
+      jnp.asarray(x)[pair] for x in (low, high, low_index, high_index)
+  )
+  is_high = within < few
   start = jnp.minimum(within, few) * high + jnp.maximum(within - few, 0) * low
   start = aligned[group] + start
   begin = jnp.maximum(start, starts[group])
-  end = jnp.minimum(start + jnp.where(within < few, high, low), ends[group])
-  height = index[group] - (within >= few)
+  end = jnp.minimum(start + jnp.where(is_high, high, low), ends[group])
+  height = jnp.where(is_high, high_index, low_index)
   alone = (tiles[group] == 1).astype(jnp.int32)
   fields = jnp.stack([group, start, begin, end, height, alone], axis=1)
   header = jnp.full((1, fields.shape[1]), last[-1], jnp.int32)
