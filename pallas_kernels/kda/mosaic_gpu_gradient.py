@@ -1,8 +1,8 @@
 """Gradients of what is local to a chunk, on Hopper: three warpgroups an item.
 
 With the tiles k+, k-, q+ of `mosaic_gpu_prep`, the state S before the chunk,
-the gradient dS after it, v', dr and do, three warpgroups each make the
-gradient of one tile, left operands in registers:
+the gradient dS after it, v' (in two bf16 parts), dr = m dv and do, three
+warpgroups each make the gradient of one tile, left operands in registers:
 
   dA = tril(do v'^T)     dN = -tril(dr v'^T, -1)
   dq+ = 2^R (do S^T) + dA k-      dk+ = -2^R (dr S^T) + dN k-
