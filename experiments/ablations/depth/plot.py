@@ -1,4 +1,4 @@
-"""Draws results.json of this folder as PNG files.
+"""Draws the results_*.json of this folder, one a depth, as PNG files.
 
 python -m experiments.ablations.depth.plot
 """
@@ -12,7 +12,7 @@ from matplotlib import figure
 import numpy as np
 
 _FOLDER = flags.DEFINE_string(
-    "folder", str(pathlib.Path(__file__).parent), "Where the file is."
+    "folder", str(pathlib.Path(__file__).parent), "Where they are."
 )
 
 
@@ -129,8 +129,9 @@ def main(argv) -> None:
   del argv
   folder = pathlib.Path(_FOLDER.value)
   by_depth = {}
-  for result in json.loads((folder / "results.json").read_text())["models"]:
-    by_depth.setdefault(result["layers"], []).append(result)
+  for path in sorted(folder.glob("results_*.json")):
+    for result in json.loads(path.read_text())["models"]:
+      by_depth.setdefault(result["layers"], []).append(result)
   for name, draw in (
       ("losses", draw_losses),
       ("norms", draw_norms),

@@ -1,6 +1,6 @@
 """Trains narrow, deep models with and without attention residuals.
 
-  python -m experiments.ablations.depth.run --output=results.json
+  python -m experiments.ablations.depth.run --layers=12 --output=results_12.json
 
 Every model of one depth sees the same batches of real text and, seed by seed,
 starts from the same parameters (a mix's pseudo-query starts at zero). Block
