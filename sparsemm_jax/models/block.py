@@ -218,19 +218,20 @@ def run_group(
   )
   blocks = scan(config, group.pattern, name=group.name)
   remat = config.remat != "none"
-  if (
-      bank is None
-      or cache is not None
-      or blocks.is_initializing()
-      or not attn_res.use_two_phases(len(bank), group.num_layers, remat=remat)
-  ):
+  if cache is not None or blocks.is_initializing():
     return blocks(prefix, bank, layout, first, cache, None)
+  two_phases = bank is not None and attn_res.use_two_phases(
+      len(bank), group.num_layers, remat=remat
+  )
 
   def run(blocks, prefix, bank):
-    partials = _partial_mixes(config, blocks, bank)
+    partials = _partial_mixes(config, blocks, bank) if two_phases else None
     return blocks(prefix, bank, layout, first, None, partials)
 
-  if remat:  # phase one runs again for the whole group; its results are large
+  if remat:
+    # What all blocks share is not kept: phase one is made again, and the
+    # attention's masks and an fp32 bank, which JAX would move out of the loop
+    # into memory, stay in it.
     policies = jax.checkpoint_policies
     policy = policies.save_only_these_names(_BLOCK_INPUT)
     if inner := _policy(config):
