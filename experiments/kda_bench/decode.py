@@ -9,7 +9,6 @@ import numpy as np
 from experiments.kda_bench import inputs as inputs_lib
 from experiments.kda_bench import timing
 from pallas_kernels.kda import decode
-from pallas_kernels.kda import mosaic_gpu_decode
 
 _STATE_LIMIT = 1e-4  # fp32, a few tokens
 _STEPS = 20  # in one program, each on the state of the one before
@@ -36,18 +35,10 @@ def _runs():
   def run(name, x, state):
     return decode.recurrent_kda(*x, initial_state=state, implementation=name)
 
-  def variant_run(name, x, state):
-    scale = x[0].shape[-1] ** -0.5
-    return mosaic_gpu_decode.recurrent_kda(*x, state, scale=scale, variant=name)
-
-  runs = {
+  return {
       "reference": functools.partial(run, "reference"),
       "ours": functools.partial(run, None),
   }
-  if jax.default_backend() == "gpu":
-    for name in mosaic_gpu_decode.VARIANTS:
-      runs[f"ours: {name}"] = functools.partial(variant_run, name)
-  return runs
 
 
 def _check(runs, x, state):

@@ -6,9 +6,10 @@ but its own few vectors:
 
   S <- diag(e^g) S;  S <- S + k (b (v - S^T k))^T;  o = scale S^T q
 
-For one token the limit is the state's bytes, read and written once. So a warp
-owns columns, not rows: it reads and writes whole sectors, sixteen bytes a
-lane, and the sums never leave the warp.
+For one token the limit is the state's bytes, read and written once. So blocks
+that live through the call walk over the states: the next ones arrive in shared
+memory, and the next token's vectors in registers, while one is updated and the
+last one leaves. A warp owns columns, not rows: its sums never leave it.
 """
 
 import functools
@@ -25,13 +26,9 @@ from pallas_kernels import dispatch
 from pallas_kernels.kda import mosaic_gpu
 from pallas_kernels.kda import reference
 
-# How a head's state, or 64 columns of it, gets into registers: a block for each
-# reads global memory; or one or two blocks per multiprocessor walk them, the
-# next ones arrive in shared memory while this one is updated and the last one
-# leaves. The card has yet to choose.
-VARIANTS = ("halves", "heads", "ring_halves", "ring_heads")
-_MULTIPROCESSORS = 132
-_SLOTS = 3  # of a ring: one arrives, one is updated, one leaves
+_COLUMNS = 64  # of a head's state, in one item
+_BLOCKS = 2 * 132  # two per multiprocessor: one waits while one computes
+_SLOTS = 3  # of a ring: one state arrives, one is updated, one leaves
 
 
 def recurrent_kda(
@@ -43,7 +40,6 @@ def recurrent_kda(
     state: Float[Array, "B HV K V"],
     *,
     scale: float,
-    variant: str = "halves",
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
   """`decode.recurrent_kda`, its checks done; a donated state is updated.
@@ -65,27 +61,19 @@ def recurrent_kda(
       raise NotImplementedError(f"{name} is {x.dtype}, not one of {served}")
   if not v.size:
     raise NotImplementedError("no tokens")
-  return _recur(variant, float(scale), interpret, q, k, v, g, beta, state)
+  return _recur(float(scale), interpret, q, k, v, g, beta, state)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _recur(variant, scale, interpret, q, k, v, g, beta, state):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _recur(scale, interpret, q, k, v, g, beta, state):
   batch, tokens, value_heads, value_width = v.shape
   group = value_heads // q.shape[2]
-  columns = 64 if variant.endswith("halves") else value_width
-  slices = value_width // columns
-  if variant.startswith("ring"):
-    blocks = _MULTIPROCESSORS * (2 if variant == "ring_halves" else 1)
-    grid = {"block": min(blocks, batch * value_heads * slices)}
-    body = _ring_body
-  else:
-    grid = {"slice": slices, "head": value_heads, "batch": batch}
-    body = _block_body
+  items = batch * value_heads * (value_width // _COLUMNS)
   kernel = pl.kernel(
-      functools.partial(body, _Tokens(scale, tokens, group, columns)),
+      functools.partial(_body, _Tokens(scale, tokens, group)),
       out_type=jax.ShapeDtypeStruct(v.shape, v.dtype),
-      mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid)),
+      mesh=plgpu.Mesh(grid=(min(_BLOCKS, items),), grid_names=("block",)),
       compiler_params=plgpu.CompilerParams(
           approx_math=True,
           # No thread reads what another one wrote but through the ring's
@@ -107,28 +95,18 @@ def _recur(variant, scale, interpret, q, k, v, g, beta, state):
   return out, jax.freeze(state)
 
 
-def _block_body(tokens, q, k, v, g, beta, state, out):
-  b, head, first = (lax.axis_index(n) for n in ("batch", "head", "slice"))
-  columns = pl.ds(first * tokens.columns, tokens.columns)
-  tile = state.at[b, head, :, columns]
-  held = plgpu.load(tile, layout=tokens.layout, optimized=False)
-  tile[...] = tokens.run((q, k, v, g, beta), out, b, head, columns, held)
-
-
-def _ring_body(tokens, q, k, v, g, beta, state, out):
+def _body(tokens, *refs):
+  state = refs[5]
   batch, heads, width, values = state.shape
-  slices = values // tokens.columns
+  slices = values // _COLUMNS
   blocks, block = lax.axis_size("block"), lax.axis_index("block")
   count = lax.div(batch * heads * slices - block + blocks - 1, blocks)
 
   def home(n):
     item = block + n * blocks
     head = lax.div(item, slices)
-    columns = pl.ds(lax.rem(item, slices) * tokens.columns, tokens.columns)
+    columns = pl.ds(lax.rem(item, slices) * _COLUMNS, _COLUMNS)
     return lax.div(head, heads), lax.rem(head, heads), columns
-
-  def tile_of(b, head, columns):
-    return state.at[b, head, :, columns]
 
   def walk(tiles, arrived):
     def fetch(n):
@@ -136,32 +114,36 @@ def _ring_body(tokens, q, k, v, g, beta, state, out):
 
       @pl.when(n < count)
       def _():
+        b, head, columns = home(n)
         plgpu.copy_gmem_to_smem(
-            tile_of(*home(n)), tiles.at[slot], arrived.at[slot]
+            state.at[b, head, :, columns], tiles.at[slot], arrived.at[slot]
         )
 
     for n in range(_SLOTS - 1):
       fetch(jnp.int32(n))
 
-    @pl.loop(0, count)
-    def _(n):
+    def item(n, first):
       here, slot = home(n), lax.rem(n, _SLOTS)
       tile = tiles.at[slot]
+      following = tokens.load(refs, home(lax.min(n + 1, count - 1)), 0)
       plgpu.barrier_wait(arrived.at[slot])
       held = plgpu.load(tile, layout=tokens.layout, optimized=False)
-      held = tokens.run((q, k, v, g, beta), out, *here, held)
+      held = tokens.run(refs, here, held, first)
       # The state before this one has left its slot, which the next one takes.
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
       fetch(n + _SLOTS - 1)
       tile[...] = held
       plgpu.commit_smem()
-      plgpu.copy_smem_to_gmem(tile, tile_of(*here))
+      b, head, columns = here
+      plgpu.copy_smem_to_gmem(tile, state.at[b, head, :, columns])
+      return following
 
+    lax.fori_loop(0, count, item, tokens.load(refs, home(0), 0))
     plgpu.wait_smem_to_gmem(0)
 
   pl.run_scoped(
       walk,
-      tiles=plgpu.SMEM((_SLOTS, width, tokens.columns), state.dtype),
+      tiles=plgpu.SMEM((_SLOTS, width, _COLUMNS), state.dtype),
       arrived=plgpu.Barrier(num_barriers=_SLOTS),
   )
 
@@ -169,51 +151,69 @@ def _ring_body(tokens, q, k, v, g, beta, state, out):
 class _Tokens:
   """A head's tokens, one after the other, on value columns in registers."""
 
-  def __init__(self, scale, tokens, group, columns):
+  def __init__(self, scale, tokens, group):
     self.scale, self.tokens, self.group = scale, tokens, group
-    self.columns = columns
     # A warp owns a quarter of the columns, a lane four of them in every
     # 512 / columns-th row.
     self.layout = plgpu.Layout.TILED(
-        plgpu.Tiling(((512 // columns, columns), (columns // 4,), (4,))),
+        plgpu.Tiling(((512 // _COLUMNS, _COLUMNS), (_COLUMNS // 4,), (4,))),
         warp_dims=(-3,),
         lane_dims=(-4, -2),
         vector_dim=-1,
     )
 
-  def run(self, vectors, out, b, head, columns, state):
-    q, k, v, g, beta = vectors
+  def load(self, refs, here, t):
+    """A token's (q, k, v, g, beta) for some columns of a head."""
+    q, k, v, g, beta, *_ = refs
+    b, head, columns = here
     source = lax.div(head, self.group)
+    rows, cols = self.layout.reduce(1), self.layout.reduce(0)
+    load = functools.partial(plgpu.load, optimized=False)
+    return (
+        load(q.at[b, t, source], layout=rows),
+        load(k.at[b, t, source], layout=rows),
+        load(v.at[b, t, head, columns], layout=cols),
+        load(g.at[b, t, head], layout=rows),
+        beta[b, t, head],
+    )
 
-    def load(ref, axis):
-      layout = self.layout.reduce(axis)
-      return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+  def run(self, refs, here, state, first):
+    """The state after the tokens, whose outputs are written; first: loaded."""
+    state = self._update(refs, here, state, 0, first)
+    return lax.fori_loop(
+        1,
+        self.tokens,
+        lambda t, state: self._update(
+            refs, here, state, t, self.load(refs, here, t)
+        ),
+        state,
+    )
+
+  def _update(self, refs, here, state, t, vectors):
+    b, head, columns = here
+    out = refs[-1]
+    *vectors, beta = vectors
+    query, key, value, g = (x.astype(jnp.float32) for x in vectors)
 
     def spread(x, axis):
       x = lax.broadcast_in_dim(x, state.shape, (axis,))
       return plgpu.layout_cast(x, self.layout)
 
-    def token(t, state):
-      key = spread(load(k.at[b, t, source], 1), 0)
-      query = spread(load(q.at[b, t, source], 1), 0)
-      decay = spread(jnp.exp(load(g.at[b, t, head], 1)), 0)
-      value = load(v.at[b, t, head, columns], 0)
-      state = state * decay
-      write = (value - jnp.sum(state * key, axis=0)) * beta[b, t, head]
-      state = state + key * spread(write, 1)
-      read = jnp.sum(state * query, axis=0) * self.scale
-      out.at[b, t, head, columns][...] = read.astype(out.dtype)
-      return state
-
-    return lax.fori_loop(0, self.tokens, token, state)
+    key = spread(key, 0)
+    state = state * spread(jnp.exp(g), 0)
+    write = (value - jnp.sum(state * key, axis=0)) * beta
+    state = state + key * spread(write, 1)
+    read = jnp.sum(state * spread(query, 0), axis=0) * self.scale
+    out.at[b, t, head, columns][...] = read.astype(out.dtype)
+    return state
 
 
-def _recur_fwd(variant, scale, interpret, *args):
-  return _recur(variant, scale, interpret, *args), args
+def _recur_fwd(scale, interpret, *args):
+  return _recur(scale, interpret, *args), args
 
 
-def _recur_bwd(variant, scale, interpret, args, cotangents):
-  del variant, interpret
+def _recur_bwd(scale, interpret, args, cotangents):
+  del interpret
   _, vjp = jax.vjp(functools.partial(reference.kda, scale=scale), *args)
   return vjp(cotangents)
 

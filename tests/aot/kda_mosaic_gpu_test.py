@@ -100,27 +100,23 @@ class KdaResourcesTest(absltest.TestCase):
     row = struct((batch, 1, heads, width), jnp.bfloat16)
     state = struct((batch, heads, width, width), jnp.float32)
 
-    for variant in mosaic_gpu_decode.VARIANTS:
+    def step(state, *x):
+      return mosaic_gpu_decode.recurrent_kda(*x, state, scale=width**-0.5)
 
-      def step(state, *x, variant=variant):
-        return mosaic_gpu_decode.recurrent_kda(
-            *x, state, scale=width**-0.5, variant=variant
-        )
-
-      compiled, kernels = aot.kernel_resources(
-          jax.jit(step, donate_argnums=0),
-          state,
-          row,
-          row,
-          row,
-          struct(row.shape, jnp.float32),
-          struct(row.shape[:3], jnp.float32),
-      )
-      self.check(kernels, {"kda_recurrent": 0})
-      memory = compiled.memory_analysis()
-      state_bytes = batch * heads * width * width * 4
-      self.assertEqual(memory.alias_size_in_bytes, state_bytes)
-      self.assertLess(memory.temp_size_in_bytes, 2**20)
+    compiled, kernels = aot.kernel_resources(
+        jax.jit(step, donate_argnums=0),
+        state,
+        row,
+        row,
+        row,
+        struct(row.shape, jnp.float32),
+        struct(row.shape[:3], jnp.float32),
+    )
+    self.check(kernels, {"kda_recurrent": 0})
+    memory = compiled.memory_analysis()
+    state_bytes = batch * heads * width * width * 4
+    self.assertEqual(memory.alias_size_in_bytes, state_bytes)
+    self.assertLess(memory.temp_size_in_bytes, 2**20)
 
 
 if __name__ == "__main__":

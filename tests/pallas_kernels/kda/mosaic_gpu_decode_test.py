@@ -22,32 +22,28 @@ def _inputs(tokens, dtype, value=64):
   return cases.cast(x, dtype)
 
 
-def _kernel(x, interpret, **options):
+def _kernel(x, interpret):
   state = x["initial_state"]
   tokens = [x[name] for name in ("q", "k", "v", "g", "beta")]
   return mosaic_gpu_decode.recurrent_kda(
-      *tokens, state, scale=0.125, interpret=interpret, **options
+      *tokens, state, scale=0.125, interpret=interpret
   )
 
 
 class MosaicGpuDecodeTest(parameterized.TestCase):
 
-  @parameterized.product(
-      call=(
-          (1, 64, jnp.float32, "fp32"),
-          (3, 64, jnp.bfloat16, "bf16"),
-          (1, 128, jnp.bfloat16, "bf16"),
-      ),
-      variant=mosaic_gpu_decode.VARIANTS,
+  @parameterized.parameters(
+      (1, 64, jnp.float32, "fp32"),
+      (3, 64, jnp.bfloat16, "bf16"),
+      (1, 128, jnp.bfloat16, "bf16"),
   )
-  def test_tokens_match_the_recurrence_without_races(self, call, variant):
-    tokens, value, dtype, kind = call
+  def test_tokens_match_the_recurrence_without_races(
+      self, tokens, value, dtype, kind
+  ):
     x = _inputs(tokens, dtype, value)
-    # One block walks all four heads: a ring of three is used again.
-    with mock.patch.object(mosaic_gpu_decode, "_MULTIPROCESSORS", 1):
-      out, state = _kernel(
-          x, plgpu.InterpretGPUParams(detect_races=True), variant=variant
-      )
+    # One block walks all four states: its ring of three is used again.
+    with mock.patch.object(mosaic_gpu_decode, "_BLOCKS", 1):
+      out, state = _kernel(x, plgpu.InterpretGPUParams(detect_races=True))
     jax.block_until_ready(state)
     self.assertFalse(gpu_callbacks.get_races().races_found)
     wide = cases.cast(x, jnp.float32)
