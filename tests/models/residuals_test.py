@@ -5,6 +5,7 @@ from unittest import mock
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
+import jax.extend
 import jax.numpy as jnp
 
 from sparsemm_jax import models
@@ -106,6 +107,28 @@ class TwoPhaseTest(parameterized.TestCase):
       kept = jax.eval_shape(pullback, variables["params"])
     stacks = [x for x in jax.tree.leaves(kept) if x.shape == (2, 1, 16, 32)]
     self.assertLen(stacks, 2)  # groups
+
+  def test_no_mask_is_made_before_the_scan_of_rematerialised_blocks(self):
+    config = small_model.config(**self.CHANGES, remat="full")
+    variables = small_model.variables(config)
+    model = models.SparseMultimodalModel(config)
+    tokens = small_model.tokens(1, 16)
+
+    def loss(params):
+      out = model.apply({**variables, "params": params}, tokens)
+      return jnp.sum(out.logits)
+
+    def scans(jaxpr):
+      for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+          yield eqn
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+          yield from scans(inner)
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(variables["params"]).jaxpr
+    given = [v.aval.shape for eqn in scans(jaxpr) for v in eqn.invars]
+    self.assertIn((1, 16, 32), given)  # the running sum
+    self.assertEmpty([s for s in given if s[:1] == (1,) and s[-2:] == (16, 16)])
 
 
 if __name__ == "__main__":
