@@ -90,9 +90,10 @@ def row_tiles(
   (low_index, low), (high_index, high) = np.array(
       list(pairs), np.int32
   ).T.swapaxes(0, 1)
-  lowest = tiles[:, None] * low
-  few = jnp.maximum(-(-(rows[:, None] - lowest) // (high - low)), 0)
-  computed = lowest + few * (high - low)
+  step = (high - low)[None]
+  lowest = tiles[:, None] * low[None]
+  few = jnp.maximum(-(-(rows[:, None] - lowest) // step), 0)
+  computed = lowest + few * step
   possible = few <= tiles[:, None]
   pair = jnp.argmin(jnp.where(possible, computed, _NEVER), axis=1)
   few = jnp.take_along_axis(few, pair[:, None], axis=1)[:, 0]

@@ -8,7 +8,6 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 from jax import numpy as jnp
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import numpy as np
 
@@ -16,6 +15,7 @@ from pallas_kernels import attn_res
 from pallas_kernels.attn_res import mosaic_gpu
 from pallas_kernels.attn_res import reference
 from tests import testing
+from tests.pallas_kernels import races
 
 _EPS = 1e-6
 _INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
@@ -41,17 +41,15 @@ class MosaicGpuTest(parameterized.TestCase):
   ):
     """Output and gradients; of norm_scale too if there is one."""
     vectors = (query,) if norm_scale is None else (query, norm_scale)
-    out, pull = jax.vjp(
-        lambda v, u, *g: mosaic_gpu.mix(
-            _EPS, v, u, use_last, *g, interpret=_INTERPRET
-        ),
-        sources,
-        *vectors,
-    )
-    out.block_until_ready()  # the interpreter remembers its last kernel only
-    self.assertFalse(gpu_callbacks.get_races().races_found)
-    d_sources, *d_vectors = jax.block_until_ready(pull(cotangent))
-    self.assertFalse(gpu_callbacks.get_races().races_found)
+    with races.none_found():
+      out, pull = jax.vjp(
+          lambda v, u, *g: mosaic_gpu.mix(
+              _EPS, v, u, use_last, *g, interpret=_INTERPRET
+          ),
+          sources,
+          *vectors,
+      )
+      d_sources, *d_vectors = jax.block_until_ready(pull(cotangent))
     return out, jnp.stack(tuple(d_sources)), *d_vectors
 
   def check(self, num_sources, tokens, width, dtype, stacked=False):
@@ -145,10 +143,10 @@ class MosaicGpuTest(parameterized.TestCase):
     sources, *_ = _inputs(num_sources, 5, width, dtype)
     logits = jax.random.normal(jax.random.key(1), (num_queries, num_sources, 5))
     weights = jax.nn.softmax(logits, axis=1)
-    with mock.patch.object(mosaic_gpu, "_SPLIT_ABOVE", 256):
+    split = mock.patch.object(mosaic_gpu, "_SPLIT_ABOVE", 256)
+    with split, races.none_found():
       actual = mosaic_gpu.combine(weights, tuple(sources), interpret=_INTERPRET)
-    actual.block_until_ready()
-    self.assertFalse(gpu_callbacks.get_races().races_found)
+      actual.block_until_ready()
     wide = tuple(sources.astype(jnp.float32))
     kind = "fp32" if dtype == jnp.float32 else "bf16"
     testing.assert_close(actual, reference.combine(weights, wide), kind)
@@ -168,8 +166,8 @@ class MosaicGpuTest(parameterized.TestCase):
       return out, *pull(cotangent)
 
     merge = functools.partial(mosaic_gpu.merge, interpret=_INTERPRET)
-    actual = jax.block_until_ready(both(merge))
-    self.assertFalse(gpu_callbacks.get_races().races_found)
+    with races.none_found():
+      actual = jax.block_until_ready(both(merge))
     expected = both(reference.normed_merge)
     testing.assert_close(actual[0], expected[0], "fp32")
     for a, b in zip(actual[1:], expected[1:], strict=True):

@@ -1,5 +1,6 @@
 """The Hopper kernels in the interpreter, and the tiles they walk."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -14,6 +15,7 @@ from pallas_kernels import grouped_matmul
 from pallas_kernels.grouped_matmul import mosaic_gpu
 from pallas_kernels.grouped_matmul import mosaic_gpu_schedule as schedule
 from tests import testing
+from tests.pallas_kernels import races
 
 # Small tiles, two blocks, rings that wrap: everything that the real plan does.
 _PLAN = mosaic_gpu.Plan(
@@ -72,10 +74,12 @@ class InterpretedTest(parameterized.TestCase):
   )
   def test_equals_float64_without_races(self, group_sizes, detect_races):
     plan = _RACES if detect_races else _PLAN
+    watch = races.none_found() if detect_races else contextlib.nullcontext()
     lhs, rhs, d_out = _inputs(len(group_sizes))
     past = sum(group_sizes)
     lhs[past:], d_out[past:] = np.nan, np.nan
-    actual = self.check(lhs, rhs, d_out, group_sizes, plan)
+    with watch:
+      actual = self.check(lhs, rhs, d_out, group_sizes, plan)
     np.testing.assert_array_equal(actual[0][past:], 0)
     np.testing.assert_array_equal(actual[1][past:], 0)
     empty = np.array(group_sizes) == 0

@@ -6,12 +6,12 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 from jax import numpy as jnp
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda import decode
 from pallas_kernels.kda import mosaic_gpu_decode
 from tests import testing
+from tests.pallas_kernels import races
 from tests.pallas_kernels.kda import cases
 
 
@@ -42,10 +42,11 @@ class MosaicGpuDecodeTest(parameterized.TestCase):
   ):
     x = _inputs(tokens, dtype, value)
     # One block walks all four states: its ring of three is used again.
-    with mock.patch.object(mosaic_gpu_decode, "_BLOCKS", 1):
-      out, state = _kernel(x, plgpu.InterpretGPUParams(detect_races=True))
-    jax.block_until_ready(state)
-    self.assertFalse(gpu_callbacks.get_races().races_found)
+    one_block = mock.patch.object(mosaic_gpu_decode, "_BLOCKS", 1)
+    with one_block, races.none_found():
+      out, state = jax.block_until_ready(
+          _kernel(x, plgpu.InterpretGPUParams(detect_races=True))
+      )
     wide = cases.cast(x, jnp.float32)
     expected, final = decode.recurrent_kda(
         **wide, scale=0.125, implementation="reference"
