@@ -13,7 +13,7 @@ _ROOT = pathlib.Path(__file__).parent.parent
 _OWN = ("sparsemm_jax", "pallas_kernels", "experiments", "configs")
 # Imported where they are used: our kernels do without it, the bench_ commands
 # time it.
-_PEERS = ("fla", "jla", "tokamax", "torch")
+_PEERS = ("fla", "jla", "tokamax", "torch", "triton")
 
 
 def _imported(path):
