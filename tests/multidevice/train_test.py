@@ -85,7 +85,6 @@ class TrainTest(parameterized.TestCase):
           self._bias(sums), self._bias(expected), f"batch {index}"
       )
 
-
   def test_stages_share_out_the_parameters_and_their_update(self):
     mesh = _mesh(data=2, fsdp=2, stage=2)
     shardings = state_lib.state_shardings(self.config, mesh)

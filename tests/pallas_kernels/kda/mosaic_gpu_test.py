@@ -141,7 +141,9 @@ class MosaicGpuTest(parameterized.TestCase):
       )[0]
 
     with races.none_found():
-      jax.block_until_ready(_value_and_gradients(kernel, x, jnp.ones_like(x[2])))
+      jax.block_until_ready(
+          _value_and_gradients(kernel, x, jnp.ones_like(x[2]))
+      )
 
   @parameterized.parameters(
       (dict(width=32), -5.0, "widths"),
