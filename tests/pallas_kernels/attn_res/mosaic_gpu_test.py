@@ -13,6 +13,7 @@ import numpy as np
 
 from pallas_kernels import attn_res
 from pallas_kernels.attn_res import mosaic_gpu
+from pallas_kernels.attn_res import mosaic_gpu_plan
 from pallas_kernels.attn_res import reference
 from tests import testing
 from tests.pallas_kernels import races
@@ -75,12 +76,14 @@ class MosaicGpuTest(parameterized.TestCase):
     self.check(2, 3, 256, jnp.bfloat16, stacked=True)
 
   def test_two_warpgroups_on_a_token_equal_the_reference(self):
-    with mock.patch.object(mosaic_gpu, "_SPLIT_ABOVE", 256):
+    with mock.patch.object(mosaic_gpu_plan, "_SPLIT_ABOVE", 256):
       self.check(2, 3, 512, jnp.float32)
 
   def test_sources_that_do_not_fit_the_ring_are_read_twice(self):
     rows = 4 * 128 * 4
-    with mock.patch.object(mosaic_gpu, "_SHARED_BYTES", 16 * 1024 + 2 * rows):
+    with mock.patch.object(
+        mosaic_gpu_plan, "_SHARED_BYTES", 16 * 1024 + 2 * rows
+    ):
       self.check(5, 3, 128, jnp.float32)
 
   def test_one_source_is_returned_and_gives_the_query_nothing(self):
@@ -115,7 +118,7 @@ class MosaicGpuTest(parameterized.TestCase):
   ):
     sources, query, cotangent = _inputs(num_sources, tokens, width, dtype)
     scale = 1.0 + 0.2 * jax.random.normal(jax.random.key(9), (width,))
-    with mock.patch.multiple(mosaic_gpu, **changes) if changes else (
+    with mock.patch.multiple(mosaic_gpu_plan, **changes) if changes else (
         contextlib.nullcontext()
     ):
       *actual, d_scale = self.run_without_races(
@@ -143,7 +146,7 @@ class MosaicGpuTest(parameterized.TestCase):
     sources, *_ = _inputs(num_sources, 5, width, dtype)
     logits = jax.random.normal(jax.random.key(1), (num_queries, num_sources, 5))
     weights = jax.nn.softmax(logits, axis=1)
-    split = mock.patch.object(mosaic_gpu, "_SPLIT_ABOVE", 256)
+    split = mock.patch.object(mosaic_gpu_plan, "_SPLIT_ABOVE", 256)
     with split, races.none_found():
       actual = mosaic_gpu.combine(weights, tuple(sources), interpret=_INTERPRET)
       actual.block_until_ready()
