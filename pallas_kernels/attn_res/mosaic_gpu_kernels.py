@@ -34,12 +34,7 @@ def run_forward(call, sources, query, flag, gain, given):
 
     def copies(i, k, token, part, target, barrier):
       del k
-      ring_lib.for_source(
-          call,
-          sources,
-          i,
-          lambda ref: ring_lib.copy_in(ref.at[token, part], target, barrier),
-      )
+      ring_lib.copy_source_in(call, sources, i, token, part, target, barrier)
 
     rows = ring_lib.Ring(plan, copies, ring, loaded)
     rows.start()
@@ -159,12 +154,7 @@ def run_combine(call, num_queries, sources, weights):
       def _():
         ring_lib.copy_in(weights.at[token], *weights_of(k))
 
-      ring_lib.for_source(
-          call,
-          sources,
-          i,
-          lambda ref: ring_lib.copy_in(ref.at[token, part], target, barrier),
-      )
+      ring_lib.copy_source_in(call, sources, i, token, part, target, barrier)
 
     rows = ring_lib.Ring(plan, copies, ring, loaded)
     rows.start()
@@ -253,11 +243,14 @@ def run_backward(call, sources, query, scalars, gain, d_mixed):
 
       @pl.when(item > 0)
       def _():
-        ring_lib.for_source(
+        ring_lib.copy_source_in(
             call,
             sources,
             lax.rem(item - 1, num_sources),
-            lambda ref: ring_lib.copy_in(ref.at[token, part], target, barrier),
+            token,
+            part,
+            target,
+            barrier,
         )
 
     thread = lax.axis_index("warpgroup")

@@ -114,6 +114,13 @@ def for_source(call, refs, i, action):
     lax.switch(i, [functools.partial(action, ref) for ref in refs])
 
 
+def copy_source_in(call, refs, i, token, part, target, barrier):
+  """Fetches a part of a token's row of source i, i traced."""
+  for_source(
+      call, refs, i, lambda ref: copy_in(ref.at[token, part], target, barrier)
+  )
+
+
 def zeros(plan):
   return plgpu.layout_cast(jnp.zeros(plan.row, jnp.float32), plan.layout)
 

@@ -77,6 +77,7 @@ class BalancingTest(parameterized.TestCase):
     self.assertIsNone(measures.first_below(violation[3:, 0], 0.5))
     # The mean of 2, 2, 0, 2 is the first of four steps within 1.5.
     self.assertEqual(measures.first_below(violation[:, 0], 1.5, window=4), 3)
+    self.assertIsNone(measures.first_below(violation[:3, 0], 9, window=4))
 
 
 class DepthModelTest(parameterized.TestCase):

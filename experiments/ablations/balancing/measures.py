@@ -32,6 +32,8 @@ def first_below(
     limit: that the mean may reach.
     window: steps; some more than one, where a single step may dip by chance.
   """
+  if len(values) < window:
+    return None
   means = np.convolve(values, np.full(window, 1 / window), "valid")
   (steps,) = np.nonzero(means <= limit)
   return int(steps[0]) + window - 1 if len(steps) else None
