@@ -4,10 +4,11 @@
   python -m experiments.bench_grouped_matmul --shapes=2048x1024x896 --torch
   python -m experiments.bench_grouped_matmul --torch --peers --parts
 
-One line per measurement: shape, load, what, milliseconds (median of 5 runs of
-2 to 10 launches back to back, and the spread of the 5), TFLOP/s of the useful
-products. "fwd+bwd" returns the output and both gradients. Everything is
-compiled before anything is timed. A peer that refuses says why.
+One line per measurement: shape, load, what, milliseconds (median of 7 rounds of
+2 to 10 launches back to back, and the spread of the 7), TFLOP/s of the useful
+products. All that is timed for a shape and a load takes turns: the card slows
+down when it is warm. "fwd+bwd" returns the output and both gradients. Everything
+is compiled before anything is timed. A peer that refuses says why.
 """
 
 import ast
@@ -52,6 +53,7 @@ _PEERS = flags.DEFINE_bool(
 _TORCH = flags.DEFINE_bool("torch", False, "Time torch._grouped_mm too.")
 
 _BF16 = jnp.bfloat16
+_ROUNDS = 7
 
 
 def group_sizes(load: str, num_rows: int, num_groups: int) -> np.ndarray:
@@ -80,8 +82,6 @@ def main(argv):
   compiled = compile_all(dict(zip(_PLANS.value, plans)))
   for shape in _SHAPES.value:
     measure(shape, {k: f for k, f in compiled.items() if k[0] == shape})
-    if _TORCH.value:
-      measure_torch(shape, *_widths(shape))
 
 
 def _widths(shape):
@@ -114,7 +114,7 @@ def _with_gradients(forward):
 def _parts(plan):
   """Each kernel by itself, and the schedule."""
   tiles = lambda lhs, sizes: mosaic_gpu_schedule.row_tiles(
-      sizes, lhs.shape[0], plan.heights
+      sizes, lhs.shape[0], plan.heights, plan.mixed
   )
   rows = mosaic_gpu_rows.rows_times_matrices
   return {
@@ -204,20 +204,24 @@ def measure(shape, compiled):
   with _alone():
     lhs, rhs, d_out = jax.jit(lambda: _inputs(*_widths(shape)))()
     for load in _LOADS.value:
-      sizes = jnp.asarray(group_sizes(load, lhs.shape[0], rhs.shape[0]))
+      sizes = group_sizes(load, lhs.shape[0], rhs.shape[0])
+      calls = {}
       for (_, name, what), function in compiled.items():
-        run = functools.partial(function, lhs, rhs, sizes, d_out)
-        label = f"{shape} {name}"
+        run = functools.partial(function, lhs, rhs, jnp.asarray(sizes), d_out)
+        if name in _PLANS.value and what == "fwd+bwd":
+          _check_all(run, lhs, rhs, jnp.asarray(sizes), d_out)
         try:
-          if name in _PLANS.value and what == "fwd+bwd":
-            _check_all(function, lhs, rhs, sizes, d_out)
-          times = _time(run, jax.block_until_ready)
+          jax.block_until_ready(run())
         except jax.errors.JaxRuntimeError as error:  # out of memory, mostly
           _refusal(shape, name, what, error)
           continue
+        calls[name, what] = run, jax.block_until_ready
+      if _TORCH.value:
+        calls |= _torch_calls(sizes, *_widths(shape)[:2])
+      for (name, what), times in time_by_turns(calls).items():
         flops = 2.0 * lhs.shape[0] * rhs.shape[1] * rhs.shape[2]
         products = 3 if "bwd" in what else 1 - (what == "schedule")
-        _report(label, load, what, times, flops * products)
+        _report(f"{shape} {name}", load, what, times, flops * products)
 
 
 @contextlib.contextmanager
@@ -261,10 +265,10 @@ def _probes(lhs, rhs, sizes, d_out, out, d_lhs, d_rhs):
   }
 
 
-def _check_all(function, lhs, rhs, sizes, d_out):
+def _check_all(run, lhs, rhs, sizes, d_out):
   """Compares every row and group, each projected on one random vector."""
   with jax.default_matmul_precision("float32"):
-    pairs = _probes(lhs, rhs, sizes, d_out, *function(lhs, rhs, sizes, d_out))
+    pairs = _probes(lhs, rhs, sizes, d_out, *run())
   for name, (actual, expected) in pairs.items():
     error = _error(actual, expected)
     worst = np.abs(np.asarray(actual) - np.asarray(expected))
@@ -282,20 +286,36 @@ def _error(actual, expected):
   return error / scale if scale else error
 
 
-def _time(run, wait):
-  wait(run())
-  began = time.perf_counter()
-  wait(run())
-  once = time.perf_counter() - began
-  launches = int(np.clip(0.05 / once, 2, 10))
-  times = []
-  for _ in range(5):
+def time_by_turns(calls):
+  """Milliseconds of every call, none of which always runs on the warmest card.
+
+  Args:
+    calls: {label: (run, wait)}; wait(run()) returns when the device is done.
+
+  Returns:
+    {label: (median, spread)} over rounds in which each call has its turn of a
+    few launches back to back; every round begins one further down the list.
+  """
+  launches = {}
+  for label, (run, wait) in calls.items():
+    wait(run())
     began = time.perf_counter()
-    for _ in range(launches):
-      result = run()
-    wait(result)
-    times.append((time.perf_counter() - began) / launches * 1e3)
-  return np.median(times), max(times) - min(times)
+    wait(run())
+    once = time.perf_counter() - began
+    launches[label] = int(np.clip(0.05 / once, 2, 10))
+  labels, times = list(calls), {label: [] for label in calls}
+  for turn in range(_ROUNDS):
+    first = turn % len(labels)
+    for label in labels[first:] + labels[:first]:
+      run, wait = calls[label]
+      began = time.perf_counter()
+      for _ in range(launches[label]):
+        result = run()
+      wait(result)
+      taken = (time.perf_counter() - began) / launches[label]
+      times[label].append(taken * 1e3)
+      del result
+  return {k: (np.median(t), max(t) - min(t)) for k, t in times.items()}
 
 
 def _report(label, load, name, times, flops):
@@ -307,15 +327,15 @@ def _report(label, load, name, times, flops):
   )
 
 
-def measure_torch(label, width_in, width_out, num_groups):
-  """Prints torch._grouped_mm's times for one shape under every load."""
+def _torch_calls(sizes, width_in, width_out):
+  """torch._grouped_mm on rows and groups as ours, as `time_by_turns` takes."""
   import torch  # pylint: disable=g-import-not-at-top
 
-  num_rows = _ROWS.value
   make = lambda *shape: torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-  lhs = make(num_rows, width_in).requires_grad_()
-  rhs = make(num_groups, width_in, width_out).requires_grad_()
-  d_out = make(num_rows, width_out)
+  lhs = make(_ROWS.value, width_in).requires_grad_()
+  rhs = make(len(sizes), width_in, width_out).requires_grad_()
+  d_out = make(_ROWS.value, width_out)
+  ends = torch.tensor(np.cumsum(sizes), dtype=torch.int32, device="cuda")
 
   def both():
     out = torch._grouped_mm(lhs, rhs, offs=ends)
@@ -325,14 +345,8 @@ def measure_torch(label, width_in, width_out, num_groups):
     with torch.no_grad():
       return torch._grouped_mm(lhs, rhs, offs=ends)
 
-  with _alone():
-    for load in _LOADS.value:
-      sizes = group_sizes(load, num_rows, num_groups)
-      ends = torch.tensor(np.cumsum(sizes), dtype=torch.int32, device="cuda")
-      wait = lambda _: torch.cuda.synchronize()
-      for name, run, products in (("fwd", forward, 1), ("fwd+bwd", both, 3)):
-        flops = 2.0 * num_rows * width_in * width_out * products
-        _report(label, load, f"torch {name}", _time(run, wait), flops)
+  wait = lambda _: torch.cuda.synchronize()
+  return {("torch", "fwd"): (forward, wait), ("torch", "fwd+bwd"): (both, wait)}
 
 
 def check(plan):

@@ -76,7 +76,9 @@ def _pad(x, shape):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(plan, lhs, stacks, group_sizes):
-  tiles = schedule.row_tiles(group_sizes, lhs.shape[0], plan.heights)
+  tiles = schedule.row_tiles(
+      group_sizes, lhs.shape[0], plan.heights, plan.mixed
+  )
   return rows_lib.rows_times_matrices(plan, lhs, stacks, tiles, transpose=False)
 
 
@@ -87,7 +89,9 @@ def _forward(plan, lhs, stacks, group_sizes):
 
 def _backward(plan, residuals, d_out):
   lhs, stacks, group_sizes = residuals
-  tiles = schedule.row_tiles(group_sizes, lhs.shape[0], plan.heights)
+  tiles = schedule.row_tiles(
+      group_sizes, lhs.shape[0], plan.heights, plan.mixed
+  )
   d_lhs = rows_lib.rows_times_matrices(
       plan, d_out, stacks, tiles, transpose=True
   )

@@ -34,7 +34,6 @@ _FETCHED = (
     schedule.GROUP,
     schedule.START,
     schedule.HEIGHT,
-    schedule.ALONE,
     schedule.COLUMN,
 )
 _COMPUTED = (
@@ -125,7 +124,7 @@ def rows_times_matrices(
         )
 
       def fetch_item(n, carry):
-        done, owner, start, index, alone, column = carry
+        done, owner, start, index, column = carry
         following = fields(n + 1)  # reads of global memory: early
         length, column = steps_of(owner), first_column(column)
 
@@ -152,26 +151,9 @@ def rows_times_matrices(
                 part, there, ready
             )
             with_part(copy, owner, k, column + i * size)
-          if plan.prefetch:
-            prefetch(k, length, owner, alone, column, following)
 
         lax.fori_loop(0, length, one, None)
         return done + length, *following
-
-      def prefetch(k, length, owner, alone, column, following):
-        """Asks L2 for what the ring has no room for yet, of either item."""
-        next_owner, *_, next_alone, next_column = following
-        same = k + plan.prefetch < length
-        owner = jnp.where(same, owner, next_owner)
-        alone = jnp.where(same, alone, next_alone)
-        column = jnp.where(same, column, first_column(next_column))
-        k = k + plan.prefetch - jnp.where(same, 0, length)
-        wanted = (alone == 1) & (owner < num_groups) & (k < steps)
-
-        @pl.when(wanted)
-        def _():
-          for i in range(WARPGROUPS):
-            with_part(plgpu.async_prefetch, owner, k, column + i * size)
 
       done, *_ = lax.fori_loop(0, rounds, fetch_item, (0, *fields(0)))
       lanes.drain(smem["consumed"], done, stages)

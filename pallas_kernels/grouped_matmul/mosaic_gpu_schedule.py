@@ -21,7 +21,7 @@ CHUNK = 64  # contracted per step: a swizzled row of 128 bytes
 _NEVER = np.iinfo(np.int32).max
 
 # Fields of a row tile and of an item, after one row that holds their number.
-GROUP, START, BEGIN, END, HEIGHT, ALONE, COLUMN = range(7)
+GROUP, START, BEGIN, END, HEIGHT, COLUMN = range(6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +40,6 @@ class Plan:
     cluster: blocks that share what they fetch, 1 or 2.
     clusters: how many are resident.
     panel: row tiles that run side by side before the next columns.
-    prefetch: chunks that L2 is asked for ahead of the ring, of a matrix that
-      one row tile reads; 0 for none.
     eager: up to this height a chunk's memory is given back before the next
       chunk's product is issued, for what such a tile waits for is memory.
     interpret: the interpreter's parameters, or None on a GPU.
@@ -57,15 +55,21 @@ class Plan:
   cluster: int = 2
   clusters: int = 66
   panel: int = 8
-  prefetch: int = 4
   eager: int = 64
+  mixed: bool = True
   interpret: plgpu.InterpretGPUParams | None = None
 
 
 def row_tiles(
-    group_sizes: jax.Array, num_rows: int, heights: tuple[int, ...]
+    group_sizes: jax.Array,
+    num_rows: int,
+    heights: tuple[int, ...],
+    mixed: bool = True,
 ) -> jax.Array:
   """Cuts the groups, and the rows past them, into tiles.
+
+  What a group's only tile waits for is memory, and what the others wait for is
+  products, so the two kinds are mixed evenly; each kind is in its rows' order.
 
   Args:
     group_sizes: [E] int32.
@@ -73,10 +77,10 @@ def row_tiles(
     heights: rows that a tile can have, ascending.
 
   Returns:
-    [1 + T, 6] int32: first the number of tiles in use, then for each its
+    [1 + T, 5] int32: first the number of tiles in use, then for each its
     group (E for the rows past the groups), its first row, the rows [begin,
-    end) that are its to write, the index of its height, and 1 if it is its
-    group's only tile. T bounds the number for any sizes.
+    end) that are its to write, and the index of its height. T bounds the
+    number for any sizes.
   """
   num_groups = group_sizes.shape[0]
   starts, ends = bounds(group_sizes, num_rows)
@@ -115,10 +119,30 @@ def row_tiles(
   begin = jnp.maximum(start, starts[group])
   end = jnp.minimum(start + jnp.where(is_high, high, low), ends[group])
   height = jnp.where(is_high, high_index, low_index)
-  alone = (tiles[group] == 1).astype(jnp.int32)
-  fields = jnp.stack([group, start, begin, end, height, alone], axis=1)
+  fields = jnp.stack([group, start, begin, end, height], axis=1)
+  if mixed:
+    place = _mixed(tiles[group] == 1, last[-1])
+    fields = jnp.zeros_like(fields).at[place].set(fields, unique_indices=True)
   header = jnp.full((1, fields.shape[1]), last[-1], jnp.int32)
   return jnp.concatenate([header, fields])
+
+
+def _mixed(kind: jax.Array, count: jax.Array) -> jax.Array:
+  """[T] int32: the place of each if the first `count` are mixed evenly.
+
+  The i-th of a kind's n elements stands at (i + 1/2) / n of the way, so that
+  kinds of n and m elements alternate in that proportion.
+  """
+  index = jnp.arange(kind.shape[0], dtype=jnp.int32)
+  first = kind & (index < count)
+  other = ~kind & (index < count)
+  n, m = (jnp.sum(x, dtype=jnp.int32) for x in (first, other))
+  i, j = (_running_sum(x.astype(jnp.int32)) - 1 for x in (first, other))
+  # How many of the other kind stand before; at equal fractions `other` does.
+  before_first = ((2 * i + 1) * m // jnp.maximum(n, 1) + 1) // 2
+  before_other = (((2 * j + 1) * n - 1) // jnp.maximum(m, 1) + 1) // 2
+  place = jnp.where(first, i + before_first, j + before_other)
+  return jnp.where(index < count, place, index)
 
 
 def row_items(tiles: jax.Array, column_tiles: int, panel: int) -> jax.Array:
@@ -130,7 +154,7 @@ def row_items(tiles: jax.Array, column_tiles: int, panel: int) -> jax.Array:
     panel: row tiles that run side by side before the next columns.
 
   Returns:
-    [1 + T * column_tiles, 7] int32: first the number of items, then each
+    [1 + T * column_tiles, 6] int32: first the number of items, then each
     item's tile and the index of its column.
   """
   count = tiles[0, 0]
