@@ -114,7 +114,7 @@ def _with_gradients(forward):
 def _parts(plan):
   """Each kernel by itself, and the schedule."""
   tiles = lambda lhs, sizes: mosaic_gpu_schedule.row_tiles(
-      sizes, lhs.shape[0], plan.heights, plan.mixed
+      sizes, lhs.shape[0], plan.heights
   )
   rows = mosaic_gpu_rows.rows_times_matrices
   return {

@@ -76,9 +76,7 @@ def _pad(x, shape):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(plan, lhs, stacks, group_sizes):
-  tiles = schedule.row_tiles(
-      group_sizes, lhs.shape[0], plan.heights, plan.mixed
-  )
+  tiles = schedule.row_tiles(group_sizes, lhs.shape[0], plan.heights)
   return rows_lib.rows_times_matrices(plan, lhs, stacks, tiles, transpose=False)
 
 
@@ -89,9 +87,7 @@ def _forward(plan, lhs, stacks, group_sizes):
 
 def _backward(plan, residuals, d_out):
   lhs, stacks, group_sizes = residuals
-  tiles = schedule.row_tiles(
-      group_sizes, lhs.shape[0], plan.heights, plan.mixed
-  )
+  tiles = schedule.row_tiles(group_sizes, lhs.shape[0], plan.heights)
   d_lhs = rows_lib.rows_times_matrices(
       plan, d_out, stacks, tiles, transpose=True
   )

@@ -180,10 +180,6 @@ def rows_times_matrices(
                   left if transpose else left.transpose((1, 0)),
                   right.transpose((1, 0)),
               )
-              if height <= plan.eager:
-                plgpu.wgmma_wait(0)
-                release(slot)
-                return before
               plgpu.wgmma_wait(1)
               release(before)
               return slot

@@ -40,8 +40,6 @@ class Plan:
     cluster: blocks that share what they fetch, 1 or 2.
     clusters: how many are resident.
     panel: row tiles that run side by side before the next columns.
-    eager: up to this height a chunk's memory is given back before the next
-      chunk's product is issued, for what such a tile waits for is memory.
     interpret: the interpreter's parameters, or None on a GPU.
   """
 
@@ -55,21 +53,13 @@ class Plan:
   cluster: int = 2
   clusters: int = 66
   panel: int = 8
-  eager: int = 64
-  mixed: bool = True
   interpret: plgpu.InterpretGPUParams | None = None
 
 
 def row_tiles(
-    group_sizes: jax.Array,
-    num_rows: int,
-    heights: tuple[int, ...],
-    mixed: bool = True,
+    group_sizes: jax.Array, num_rows: int, heights: tuple[int, ...]
 ) -> jax.Array:
   """Cuts the groups, and the rows past them, into tiles.
-
-  What a group's only tile waits for is memory, and what the others wait for is
-  products, so the two kinds are mixed evenly; each kind is in its rows' order.
 
   Args:
     group_sizes: [E] int32.
@@ -120,29 +110,8 @@ def row_tiles(
   end = jnp.minimum(start + jnp.where(is_high, high, low), ends[group])
   height = jnp.where(is_high, high_index, low_index)
   fields = jnp.stack([group, start, begin, end, height], axis=1)
-  if mixed:
-    place = _mixed(tiles[group] == 1, last[-1])
-    fields = jnp.zeros_like(fields).at[place].set(fields, unique_indices=True)
   header = jnp.full((1, fields.shape[1]), last[-1], jnp.int32)
   return jnp.concatenate([header, fields])
-
-
-def _mixed(kind: jax.Array, count: jax.Array) -> jax.Array:
-  """[T] int32: the place of each if the first `count` are mixed evenly.
-
-  The i-th of a kind's n elements stands at (i + 1/2) / n of the way, so that
-  kinds of n and m elements alternate in that proportion.
-  """
-  index = jnp.arange(kind.shape[0], dtype=jnp.int32)
-  first = kind & (index < count)
-  other = ~kind & (index < count)
-  n, m = (jnp.sum(x, dtype=jnp.int32) for x in (first, other))
-  i, j = (_running_sum(x.astype(jnp.int32)) - 1 for x in (first, other))
-  # How many of the other kind stand before; at equal fractions `other` does.
-  before_first = ((2 * i + 1) * m // jnp.maximum(n, 1) + 1) // 2
-  before_other = (((2 * j + 1) * n - 1) // jnp.maximum(m, 1) + 1) // 2
-  place = jnp.where(first, i + before_first, j + before_other)
-  return jnp.where(index < count, place, index)
 
 
 def row_items(tiles: jax.Array, column_tiles: int, panel: int) -> jax.Array:

@@ -28,7 +28,6 @@ _PLAN = mosaic_gpu.Plan(
     cluster=1,
     clusters=2,
     panel=2,
-    eager=16,
     interpret=plgpu.InterpretGPUParams(),
 )
 _RACES = dataclasses.replace(
@@ -155,23 +154,6 @@ class ScheduleTest(absltest.TestCase):
       computed = sum(heights[t[schedule.HEIGHT]] for t in tiles[: count[0]])
       waste = heights[-1] - heights[-2] + schedule.ALIGNMENT
       self.assertLess(computed, total + waste * len(sizes))
-
-  def test_tiles_that_wait_for_memory_stand_between_those_that_do_not(self):
-    heights, many = (32, 64), 640
-    for alone in (2, 5, 10, 15):
-      sizes = np.full(alone + 1, 32, np.int32)
-      sizes[alone // 2] = many  # ten tiles of one group
-      total = int(sizes.sum())
-      count, *tiles = np.asarray(schedule.row_tiles(sizes, total, heights))
-      groups = np.array([t[schedule.GROUP] for t in tiles[: count[0]]])
-      self.assertLen(groups, alone + many // heights[-1])
-      kind = groups == alone // 2
-      # Any stretch holds its share of both kinds, within one.
-      running = np.cumsum(kind) - np.mean(kind) * np.arange(1, len(kind) + 1)
-      self.assertLessEqual(np.ptp(running), 1 + 1e-6)
-      starts = [t[schedule.START] for t in tiles[: count[0]]]
-      for which in (kind, ~kind):
-        self.assertTrue(np.all(np.diff(np.array(starts)[which]) > 0))
 
   def test_every_tile_meets_every_column_once(self):
     sizes = np.array([40, 0, 700, 3], np.int32)
