@@ -24,6 +24,7 @@ import jax
 from jax import numpy as jnp
 import numpy as np
 
+from experiments.kda_bench import timing
 from pallas_kernels import attn_res
 
 _SOURCES = flags.DEFINE_integer("sources", 9, "S of the timed call.")
@@ -202,9 +203,7 @@ def timed(call):
 def _floors():
   """Milliseconds that a copy of the same number of bytes takes."""
   row = _TOKENS.value * _WIDTH.value * 2
-  x = jnp.ones((2**30,), jnp.bfloat16)
-  negate = jax.jit(lambda x: -x)
-  rate = 2 * x.nbytes / timed(lambda: negate(x))[0]
+  rate = timing.copy_rate(_REPEATS.value)
   print(f"copy: {rate / 1e9:.2f} TB/s")
   forward = (_SOURCES.value + 1) * row
   backward = (2 * _SOURCES.value + 1) * row
