@@ -1,16 +1,20 @@
 """Errors of ours beside a peer's against float64; nothing is timed.
 
   python -m experiments.kda_bench.errors
-  python -m experiments.kda_bench.errors "identical keys" "segments of"
+  python -m experiments.kda_bench.errors --regimes=identical --seeds=0,1,2,3
+  python -m experiments.kda_bench.errors --hard="identical keys,segments of"
 
-Compares outputs and gradients at T = 512, H = 96 in the five gate regimes,
-prints one table and, after it, the hard cases whose names hold one of the
-arguments.
+Compares outputs and gradients at T = 512, H = 96 in five gate regimes and
+prints one table; over several seeds the root mean square of their errors.
+After it, the hard cases whose names hold one of `--hard`.
 """
 
 from concurrent import futures
 import os
-import sys
+
+from absl import app
+from absl import flags
+import numpy as np
 
 from experiments.kda_bench import hard
 from experiments.kda_bench import inputs as inputs_lib
@@ -21,27 +25,43 @@ _CASE_TIMEOUT = 120.0  # seconds after the table
 _PEER = "jax-linear-attention"
 
 
-def check(runs):
-  """Errors against float64 of {name: (x, cotangent, regime) -> results}."""
+def check(runs, regimes=inputs_lib.REGIMES, seeds=(0,)):
+  """Errors against float64, by regime, of several implementations.
+
+  Args:
+    runs: {name: (x, cotangent, regime) -> (output, gradients)}.
+    regimes: of `inputs.make_inputs`.
+    seeds: of the inputs; the errors are their root mean square.
+
+  Returns:
+    {name: {regime: {"output": error, "d q": error, ...}}}; without the regimes
+    that a peer refuses.
+  """
   errors = {name: {} for name in runs}
-  for regime in inputs_lib.REGIMES:
-    x = inputs_lib.make_inputs(inputs_lib.CHECK, regime)
-    cotangent = inputs_lib.cotangent(x)
-    expected = inputs_lib.exact(x, cotangent)
-    for name, run in runs.items():
-      try:
-        row = inputs_lib.errors(run(x, cotangent, regime), expected)
-      except Exception as error:  # pylint: disable=broad-exception-caught
-        if name == "ours":
-          raise
-        print(f"{name:21} {regime:11} {str(error)[:200]}")
+  for regime in regimes:
+    rows = {name: [] for name in runs}
+    for seed in seeds:
+      x = inputs_lib.make_inputs(inputs_lib.CHECK, regime, seed)
+      cotangent = inputs_lib.cotangent(x)
+      expected = inputs_lib.exact(x, cotangent)
+      for name, run in runs.items():
+        try:
+          row = inputs_lib.errors(run(x, cotangent, regime), expected)
+        except Exception as error:  # pylint: disable=broad-exception-caught
+          if name == "ours":
+            raise
+          print(f"{name:21} {regime:11} {str(error)[:200]}")
+          continue
+        rows[name].append(row)
+    for name, several in rows.items():
+      if not several:
         continue
-      errors[name][regime] = row
-      print(
-          f"{name:21} {regime:11}",
-          " ".join(f"{k} {v:.1e}" for k, v in row.items()),
-          flush=True,
-      )
+      row = errors[name][regime] = {
+          k: float(np.sqrt(np.mean([r[k] ** 2 for r in several])))
+          for k in several[0]
+      }
+      numbers = " ".join(f"{k} {v:.1e}" for k, v in row.items())
+      print(f"{name:21} {regime:11} {numbers}", flush=True)
   return errors
 
 
@@ -60,10 +80,11 @@ def print_table(errors, peer=_PEER):
     print(f"{regime:11}" + "".join(cells), flush=True)
 
 
-def main(parts):
-  """Compares in the five regimes, then runs the cases named by `parts`."""
+def main(argv):
+  if len(argv) > 1:
+    raise app.UsageError(f"unknown arguments {argv[1:]}")
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-  cases = hard.start(parts) if parts else []
+  cases = hard.start(_HARD.value) if _HARD.value else []
   runs = {"ours": lambda x: api.fused_kda(**x)[0]} | peers.jax_peers([_PEER])
   x = inputs_lib.CHECK.shapes()
   with futures.ThreadPoolExecutor() as pool:
@@ -74,14 +95,27 @@ def main(parts):
         for name, run in runs.items()
     }
   print_table(
-      check({
-          name: lambda x, cotangent, _, run=run: run.result()(x, cotangent)
-          for name, run in compiled.items()
-      })
+      check(
+          {
+              name: lambda x, cotangent, _, run=run: run.result()(x, cotangent)
+              for name, run in compiled.items()
+          },
+          _REGIMES.value,
+          [int(seed) for seed in _SEEDS.value],
+      )
   )
   for name, good, numbers in hard.results(cases, _CASE_TIMEOUT):
     print(f"hard: {name}: {'holds' if good else 'FAILS'} ({numbers})")
 
 
 if __name__ == "__main__":
-  main(sys.argv[1:])
+  # Not on import: bench_kernels imports this and has a flag --hard of its own.
+  _REGIMES = flags.DEFINE_multi_enum(
+      "regimes",
+      list(inputs_lib.REGIMES),
+      inputs_lib.REGIMES,
+      "Gate regimes.",
+  )
+  _SEEDS = flags.DEFINE_list("seeds", ["0"], "Seeds of the inputs.")
+  _HARD = flags.DEFINE_list("hard", [], "Parts of names of hard cases.")
+  app.run(main)
