@@ -6,10 +6,9 @@ but its own few vectors:
 
   S <- diag(e^g) S;  S <- S + k (b (v - S^T k))^T;  o = scale S^T q
 
-For one token the limit is the state's bytes, read and written once. So blocks
-that live through the call walk over the states: the next ones arrive in shared
-memory, and the next token's vectors in registers, while one is updated and the
-last one leaves. A warp owns columns, not rows: its sums never leave it.
+For one token the limit is the state's bytes, read and written once. A warp
+owns rows, so that it reads whole lines and few vectors; the sums cross warps
+through shared memory. Four blocks per multiprocessor hide each other's waits.
 """
 
 import functools
@@ -26,9 +25,14 @@ from pallas_kernels import dispatch
 from pallas_kernels.kda import mosaic_gpu
 from pallas_kernels.kda import reference
 
-_COLUMNS = 64  # of a head's state, in one item
-_BLOCKS = 2 * 132  # two per multiprocessor: one waits while one computes
-_SLOTS = 3  # of a ring: one state arrives, one is updated, one leaves
+_COLUMNS = 64  # of a head's state, in one block
+# A warp reads two rows at once, 16 bytes a lane.
+_LAYOUT = plgpu.Layout.TILED(
+    plgpu.Tiling(((8, _COLUMNS), (2, 4))),
+    warp_dims=(-4,),
+    lane_dims=(-2, -3),
+    vector_dim=-1,
+)
 
 
 def recurrent_kda(
@@ -68,16 +72,16 @@ def recurrent_kda(
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _recur(scale, interpret, q, k, v, g, beta, state):
   batch, tokens, value_heads, value_width = v.shape
-  group = value_heads // q.shape[2]
-  items = batch * value_heads * (value_width // _COLUMNS)
+  slices = value_width // _COLUMNS
   kernel = pl.kernel(
-      functools.partial(_body, _Tokens(scale, tokens, group)),
+      functools.partial(_body, scale, value_heads // q.shape[2]),
       out_type=jax.ShapeDtypeStruct(v.shape, v.dtype),
-      mesh=plgpu.Mesh(grid=(min(_BLOCKS, items),), grid_names=("block",)),
+      mesh=plgpu.Mesh(
+          grid=(batch * value_heads * slices,), grid_names=("block",)
+      ),
       compiler_params=plgpu.CompilerParams(
           approx_math=True,
-          # No thread reads what another one wrote but through the ring's
-          # barriers and `commit_smem`.
+          # No thread reads what another one wrote, sums apart.
           unsafe_no_auto_barriers=True,
           lowering_semantics=plgpu.LoweringSemantics.Lane,
       ),
@@ -95,117 +99,45 @@ def _recur(scale, interpret, q, k, v, g, beta, state):
   return out, jax.freeze(state)
 
 
-def _body(tokens, *refs):
-  state = refs[5]
-  batch, heads, width, values = state.shape
+def _body(scale, group, q, k, v, g, beta, state, out):
+  _, heads, _, values = state.shape
   slices = values // _COLUMNS
-  blocks, block = lax.axis_size("block"), lax.axis_index("block")
-  count = lax.div(batch * heads * slices - block + blocks - 1, blocks)
+  block = lax.axis_index("block")
+  columns = pl.ds(lax.rem(block, slices) * _COLUMNS, _COLUMNS)
+  block = lax.div(block, slices)
+  b, head = lax.div(block, heads), lax.rem(block, heads)
+  source = lax.div(head, group)
+  rows, cols = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
 
-  def home(n):
-    item = block + n * blocks
-    head = lax.div(item, slices)
-    columns = pl.ds(lax.rem(item, slices) * _COLUMNS, _COLUMNS)
-    return lax.div(head, heads), lax.rem(head, heads), columns
+  def load(ref, layout):
+    return plgpu.load(ref, layout=layout, optimized=False)
 
-  def walk(tiles, arrived):
-    def fetch(n):
-      slot = lax.rem(n, _SLOTS)
-
-      @pl.when(n < count)
-      def _():
-        b, head, columns = home(n)
-        plgpu.copy_gmem_to_smem(
-            state.at[b, head, :, columns], tiles.at[slot], arrived.at[slot]
-        )
-
-    for n in range(_SLOTS - 1):
-      fetch(jnp.int32(n))
-
-    def item(n, first):
-      here, slot = home(n), lax.rem(n, _SLOTS)
-      tile = tiles.at[slot]
-      following = tokens.load(refs, home(lax.min(n + 1, count - 1)), 0)
-      plgpu.barrier_wait(arrived.at[slot])
-      held = plgpu.load(tile, layout=tokens.layout, optimized=False)
-      held = tokens.run(refs, here, held, first)
-      # The state before this one has left its slot, which the next one takes.
-      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-      fetch(n + _SLOTS - 1)
-      tile[...] = held
-      plgpu.commit_smem()
-      b, head, columns = here
-      plgpu.copy_smem_to_gmem(tile, state.at[b, head, :, columns])
-      return following
-
-    lax.fori_loop(0, count, item, tokens.load(refs, home(0), 0))
-    plgpu.wait_smem_to_gmem(0)
-
-  pl.run_scoped(
-      walk,
-      tiles=plgpu.SMEM((_SLOTS, width, _COLUMNS), state.dtype),
-      arrived=plgpu.Barrier(num_barriers=_SLOTS),
-  )
-
-
-class _Tokens:
-  """A head's tokens, one after the other, on value columns in registers."""
-
-  def __init__(self, scale, tokens, group):
-    self.scale, self.tokens, self.group = scale, tokens, group
-    # A warp owns a quarter of the columns, a lane four of them in every
-    # 512 / columns-th row.
-    self.layout = plgpu.Layout.TILED(
-        plgpu.Tiling(((512 // _COLUMNS, _COLUMNS), (_COLUMNS // 4,), (4,))),
-        warp_dims=(-3,),
-        lane_dims=(-4, -2),
-        vector_dim=-1,
+  def update(t, state):
+    vectors = (
+        load(q.at[b, t, source], rows),
+        load(k.at[b, t, source], rows),
+        load(v.at[b, t, head, columns], cols),
+        load(g.at[b, t, head], rows),
     )
-
-  def load(self, refs, here, t):
-    """A token's (q, k, v, g, beta) for some columns of a head."""
-    q, k, v, g, beta, *_ = refs
-    b, head, columns = here
-    source = lax.div(head, self.group)
-    rows, cols = self.layout.reduce(1), self.layout.reduce(0)
-    load = functools.partial(plgpu.load, optimized=False)
-    return (
-        load(q.at[b, t, source], layout=rows),
-        load(k.at[b, t, source], layout=rows),
-        load(v.at[b, t, head, columns], layout=cols),
-        load(g.at[b, t, head], layout=rows),
-        beta[b, t, head],
-    )
-
-  def run(self, refs, here, state, first):
-    """The state after the tokens, whose outputs are written; first: loaded."""
-    state = self._update(refs, here, state, 0, first)
-    return lax.fori_loop(
-        1,
-        self.tokens,
-        lambda t, state: self._update(
-            refs, here, state, t, self.load(refs, here, t)
-        ),
-        state,
-    )
-
-  def _update(self, refs, here, state, t, vectors):
-    b, head, columns = here
-    out = refs[-1]
-    *vectors, beta = vectors
-    query, key, value, g = (x.astype(jnp.float32) for x in vectors)
+    query, key, value, decay = (x.astype(jnp.float32) for x in vectors)
 
     def spread(x, axis):
       x = lax.broadcast_in_dim(x, state.shape, (axis,))
-      return plgpu.layout_cast(x, self.layout)
+      return plgpu.layout_cast(x, _LAYOUT)
 
     key = spread(key, 0)
-    state = state * spread(jnp.exp(g), 0)
-    write = (value - jnp.sum(state * key, axis=0)) * beta
+    state = state * spread(jnp.exp(decay), 0)
+    write = (value - jnp.sum(state * key, axis=0)) * beta[b, t, head]
     state = state + key * spread(write, 1)
-    read = jnp.sum(state * spread(query, 0), axis=0) * self.scale
+    read = jnp.sum(state * spread(query, 0), axis=0) * scale
     out.at[b, t, head, columns][...] = read.astype(out.dtype)
     return state
+
+  place = state.at[b, head, :, columns]
+  # The first token stands outside the loop: its vectors are asked for together
+  # with the state.
+  held = update(0, load(place, _LAYOUT))
+  place[...] = lax.fori_loop(1, q.shape[1], update, held)
 
 
 def _recur_fwd(scale, interpret, *args):
