@@ -6,8 +6,8 @@
 
 One line per measurement: shape, load, what, milliseconds (median of 7 rounds of
 2 to 10 launches back to back, and the spread of the 7), TFLOP/s of the useful
-products. All that is timed for a shape and a load takes turns: the card slows
-down when it is warm. "fwd+bwd" returns the output and both gradients. Everything
+products. All that is timed for a shape and a load takes turns in random order, for
+the card slows down when it is warm. "fwd+bwd" returns the output and both gradients. Everything
 is compiled before anything is timed. A peer that refuses says why.
 """
 
@@ -287,14 +287,16 @@ def _error(actual, expected):
 
 
 def time_by_turns(calls):
-  """Milliseconds of every call, none of which always runs on the warmest card.
+  """Milliseconds of every call, none of which always follows the same one.
+
+  A card that just ran a hungry kernel is slower than one that did not.
 
   Args:
     calls: {label: (run, wait)}; wait(run()) returns when the device is done.
 
   Returns:
-    {label: (median, spread)} over rounds in which each call has its turn of a
-    few launches back to back; every round begins one further down the list.
+    {label: (median, spread)} over rounds, each in another random order, in
+    which each call has its turn of a few launches back to back.
   """
   launches = {}
   for label, (run, wait) in calls.items():
@@ -304,9 +306,10 @@ def time_by_turns(calls):
     once = time.perf_counter() - began
     launches[label] = int(np.clip(0.05 / once, 2, 10))
   labels, times = list(calls), {label: [] for label in calls}
-  for turn in range(_ROUNDS):
-    first = turn % len(labels)
-    for label in labels[first:] + labels[:first]:
+  rng = np.random.default_rng(0)
+  for _ in range(_ROUNDS):
+    for i in rng.permutation(len(labels)):
+      label = labels[i]
       run, wait = calls[label]
       began = time.perf_counter()
       for _ in range(launches[label]):
