@@ -217,6 +217,7 @@ def main(argv):
   runs = {"ours": _ours} | peers.jax_peers(_PEERS.value)
   cases = hard.start() if _HARD.value else []
   results = {"device": jax.devices()[0].device_kind, "shapes": {}}
+  compiled = compile_all(shapes, runs)
   if check_errors:
     both = {name: inputs_lib.with_gradient(run) for name, run in runs.items()}
     errors = results["errors"] = errors_lib.check({
@@ -229,7 +230,6 @@ def main(argv):
   results["hard"] = list(hard.results(cases, _HARD_TIMEOUT))
   for name, good, numbers in results["hard"]:
     print(f"hard: {name}: {'holds' if good else 'FAILS'} ({numbers})")
-  compiled = compile_all(shapes, runs)
   if fla:
     fla.wait_until_compiled()
   rate = timing.copy_rate(_REPEATS.value)

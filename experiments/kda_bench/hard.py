@@ -32,7 +32,7 @@ _CANCELLING_PARAMETER_LIMIT = 5e-1
 _SMALL = arg_specs.ArgSpec(1, 128, 4, 4)
 
 
-_PROCESSES = 4
+_PROCESSES = 8
 
 
 def start(parts: Sequence[str] = ("",)) -> list[subprocess.Popen]:
@@ -62,7 +62,7 @@ def results(
 
 
 def main(share: int, parts: Sequence[str]) -> None:
-  """Runs every fourth case from `share` on, a line of JSON for each."""
+  """Runs every `_PROCESSES`-th case from `share` on, a line of JSON each."""
   chosen = {
       name: case
       for name, case in cases().items()

@@ -15,7 +15,7 @@ REGIMES = ("random", "mild", "saturated", "correlated", "identical")
 GRADIENTS = ("q", "k", "v", "z", "beta_logits", "a_log", "dt_bias")
 # 96 heads: fla tunes for the number of heads, and the timed shape has 96.
 CHECK = arg_specs.ArgSpec(1, 512, 96, 96)
-_HEADS_AT_ONCE = 8  # of the float64 recurrence, whose backward keeps states
+_HEADS_AT_ONCE = 32  # of the float64 recurrence, whose backward keeps states
 
 
 def make_inputs(spec, regime="random", seed=0):

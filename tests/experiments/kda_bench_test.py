@@ -10,7 +10,7 @@ from pallas_kernels.kda import arg_specs
 from tests import testing
 from tests.pallas_kernels.kda import oracle
 
-_HEADS = 9  # more than the recurrence takes at once
+_HEADS = 33  # more than the recurrence takes at once
 _SPEC = arg_specs.ArgSpec(1, 6, _HEADS, 2 * _HEADS, 4, 3, jnp.float32)
 
 
