@@ -8,7 +8,7 @@ export JAX_PLATFORMS ?= cpu
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
 
-.PHONY: demo test lint notebooks clean
+.PHONY: demo test lint clean
 
 demo: $(VENV)/run
 	rm -rf $(RUN)

@@ -1,4 +1,4 @@
-"""A model of 370M parameters, 77M active, with 64 experts, in bf16, on one H200.
+"""238M parameters, 52M active, 64 experts, in bf16, on one H200.
 
   python -m experiments.train --config=configs/small.py --workdir=runs/small
 

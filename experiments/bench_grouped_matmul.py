@@ -6,9 +6,10 @@
 
 One line per measurement: shape, load, what, milliseconds (median of 7 rounds of
 2 to 10 launches back to back, and the spread of the 7), TFLOP/s of the useful
-products. All that is timed for a shape and a load takes turns in random order, for
-the card slows down when it is warm. "fwd+bwd" returns the output and both gradients. Everything
-is compiled before anything is timed. A peer that refuses says why.
+products. All that is timed for a shape and a load takes turns in random order,
+for the card slows down when it is warm. "fwd+bwd" returns the output and both
+gradients. Everything is compiled before anything is timed. A peer that refuses
+says why. A wrong result ends it.
 """
 
 import ast
@@ -274,7 +275,7 @@ def _check_all(run, lhs, rhs, sizes, d_out):
     worst = np.abs(np.asarray(actual) - np.asarray(expected))
     worst = np.max(worst) / np.sqrt(np.mean(np.square(np.asarray(expected))))
     if not (error < 5e-3 and worst < 0.1):
-      print(f"WRONG {name}: {error:.3e}, worst {worst:.3e}", flush=True)
+      raise SystemExit(f"not timed: {name} {error:.3e}, worst {worst:.3e}")
 
 
 def _error(actual, expected):
@@ -370,8 +371,12 @@ def check(plan):
       ),
   }
   with concurrent.futures.ThreadPoolExecutor() as pool:  # they compile
+    lines = []
     for line in pool.map(functools.partial(_check_case, plan), cases.items()):
       print(line, flush=True)
+      lines.append(line)
+  if wrong := [line for line in lines if not line.startswith("ok")]:
+    raise SystemExit(f"{len(wrong)} of {len(lines)} cases are wrong")
 
 
 def _check_case(plan, case):

@@ -53,7 +53,7 @@ def _random_scores(tokens, experts, seed=0, spread=1.0):
 
 
 class GoldenTest(parameterized.TestCase):
-  """The two worked examples of spec/experts.md 4.10."""
+  """Two examples worked by hand."""
 
   @parameterized.parameters(
       (1000, (-0.096, -0.012, 0.116, 0.000667)),
@@ -449,7 +449,7 @@ class PooledTest(absltest.TestCase):
     for rule, value in bias.items():
       counts = _counts(_route(fresh, value, k).expert_indices, experts)
       violation[rule] = float(balancing.max_violation(counts))
-    # 3.86 and 0.34 on a like stream (spec/experts.md 4.8 C).
+    # 3.86 and 0.34 on a like stream.
     self.assertGreater(violation["last"], 2.0)
     self.assertLess(violation["pooled"], 0.6)
 

@@ -87,12 +87,12 @@ def main(argv):
   cases = hard.start(_HARD.value) if _HARD.value else []
   runs = {"ours": lambda x: api.fused_kda(**x)[0]} | peers.jax_peers([_PEER])
   x = inputs_lib.CHECK.shapes()
+  compile_one = lambda run: (
+      inputs_lib.with_gradient(run).lower(x, x["v"]).compile()
+  )
   with futures.ThreadPoolExecutor() as pool:
     compiled = {
-        name: pool.submit(
-            inputs_lib.with_gradient(run).lower(x, x["v"]).compile
-        )
-        for name, run in runs.items()
+        name: pool.submit(compile_one, run) for name, run in runs.items()
     }
   print_table(
       check(
@@ -104,17 +104,21 @@ def main(argv):
           [int(seed) for seed in _SEEDS.value],
       )
   )
+  failed = []
   for name, good, numbers in hard.results(cases, _CASE_TIMEOUT):
     print(f"hard: {name}: {'holds' if good else 'FAILS'} ({numbers})")
+    failed += [] if good else [name]
+  if failed:
+    raise SystemExit(f"hard cases that fail: {failed}")
 
 
 if __name__ == "__main__":
   # Not on import: bench_kernels imports this and has a flag --hard of its own.
-  _REGIMES = flags.DEFINE_multi_enum(
+  _REGIMES = flags.DEFINE_list("regimes", list(inputs_lib.REGIMES), "Of gates.")
+  flags.register_validator(
       "regimes",
-      list(inputs_lib.REGIMES),
-      inputs_lib.REGIMES,
-      "Gate regimes.",
+      lambda names: set(names) <= set(inputs_lib.REGIMES),
+      f"each must be one of {inputs_lib.REGIMES}",
   )
   _SEEDS = flags.DEFINE_list("seeds", ["0"], "Seeds of the inputs.")
   _HARD = flags.DEFINE_list("hard", [], "Parts of names of hard cases.")

@@ -35,40 +35,58 @@ _SMALL = arg_specs.ArgSpec(1, 128, 4, 4)
 _PROCESSES = 8
 
 
-def start(parts: Sequence[str] = ("",)) -> list[subprocess.Popen]:
-  """Starts the cases whose names hold one of `parts`; see `results`."""
+def start(parts: Sequence[str] = ("",)) -> list[tuple[list[str], object]]:
+  """Starts the cases whose names hold one of `parts`, for `results`.
+
+  Returns:
+    For each process the names of its cases, and the process.
+  """
   command = [sys.executable, "-m", "experiments.kda_bench.hard"]
   return [
-      subprocess.Popen(
-          [*command, str(i), *parts], stdout=subprocess.PIPE, encoding="utf-8"
+      (
+          list(_chosen(parts, i)),
+          subprocess.Popen(
+              [*command, str(i), *parts],
+              stdout=subprocess.PIPE,
+              encoding="utf-8",
+          ),
       )
       for i in range(_PROCESSES)
   ]
 
 
-def results(
-    processes: Sequence[subprocess.Popen], timeout: float
-) -> Iterator[tuple[str, bool, str]]:
-  """Yields (case, whether it holds, numbers); late cases are killed."""
-  for process in processes:
+def results(started, timeout: float) -> Iterator[tuple[str, bool, str]]:
+  """Yields (case, whether it holds, numbers) of every case started.
+
+  Args:
+    started: from `start`.
+    timeout: seconds after which a process is killed; its cases then fail.
+  """
+  for names, process in started:
     try:
       text, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
       process.kill()
       text, _ = process.communicate()
-    for line in text.splitlines():
-      if line.startswith("["):
-        yield tuple(json.loads(line))
+    lines = [json.loads(x) for x in text.splitlines() if x.startswith("[")]
+    yield from map(tuple, lines)
+    done = {name for name, *_ in lines}
+    yield from ((n, False, "no result") for n in names if n not in done)
+
+
+def _chosen(parts, share):
+  """The cases of one process of those whose names hold one of `parts`."""
+  chosen = [
+      (name, case)
+      for name, case in cases().items()
+      if any(part in name for part in parts)
+  ]
+  return dict(chosen[share::_PROCESSES])
 
 
 def main(share: int, parts: Sequence[str]) -> None:
   """Runs every `_PROCESSES`-th case from `share` on, a line of JSON each."""
-  chosen = {
-      name: case
-      for name, case in cases().items()
-      if any(part in name for part in parts)
-  }
-  for name, case in list(chosen.items())[share::_PROCESSES]:
+  for name, case in _chosen(parts, share).items():
     try:
       good, numbers = case()
     except Exception as error:  # pylint: disable=broad-exception-caught
@@ -104,23 +122,23 @@ def _output(x, **options):
   return _run(x, **options)[0]
 
 
-def _verdict(rows, limit=_LIMIT, parameter_limit=_GRADIENT_LIMIT):
+def verdict(rows, regime="random"):
   """Judges [{name: error}] by its worst errors; NaN fails."""
   worst = {}
   for row in rows:
     for name, value in row.items():
       if not value <= worst.get(name, -1.0):  # NaN stays
         worst[name] = value
-  good = worst["output"] <= limit and all(
-      value
-      <= (
-          parameter_limit
-          if name in ("d a_log", "d dt_bias")
-          else _GRADIENT_LIMIT
-      )
-      for name, value in worst.items()
-      if name != "output"
-  )
+  cancels = regime == "identical"
+
+  def limit(name):
+    if name == "output":
+      return _CANCELLING_LIMIT if cancels else _LIMIT
+    if name in ("d a_log", "d dt_bias") and cancels:
+      return _CANCELLING_PARAMETER_LIMIT
+    return _GRADIENT_LIMIT
+
+  good = all(value <= limit(name) for name, value in worst.items())
   return good, " ".join(f"{k} {v:.1e}" for k, v in worst.items())
 
 
@@ -130,10 +148,7 @@ def _against_exact(spec, regime="random", segment_ids=None):
   run = lambda x: _output(x, segment_ids=segment_ids)
   actual = inputs_lib.with_gradient(run)(x, cotangent)
   expected = inputs_lib.exact(x, cotangent, segment_ids)
-  limits = ()
-  if regime == "identical":
-    limits = _CANCELLING_LIMIT, _CANCELLING_PARAMETER_LIMIT
-  return _verdict([inputs_lib.errors(actual, expected)], *limits)
+  return verdict([inputs_lib.errors(actual, expected)], regime)
 
 
 def _saturated_long():
@@ -171,7 +186,7 @@ def _tails():
     masked = jnp.where(ids[..., None, None] > 0, cotangent, 0)
     actual = both(x, masked, ids)
     rows.append(inputs_lib.errors(actual, inputs_lib.exact(x, masked, ids)))
-  return _verdict(rows)
+  return verdict(rows)
 
 
 def _lengths():
@@ -181,7 +196,7 @@ def _lengths():
     out = jax.jit(_output)(x)
     expected, _ = inputs_lib.exact(x, inputs_lib.cotangent(x), gradients=False)
     rows.append({"output": inputs_lib.error(out, expected)})
-  return _verdict(rows)
+  return verdict(rows)
 
 
 def _prefix():

@@ -36,7 +36,7 @@ class ArgSpec:
 
 
 SPECS = {
-    # Kimi K3's 96 heads; one long sequence; a training batch (baselines.md).
+    # Kimi K3's 96 heads; one long sequence; a training batch.
     "b1_t8192_h96": ArgSpec(1, 8192, 96, 96),
     "b1_t65536_h32": ArgSpec(1, 65536, 32, 32),
     "b8_t2048_h32": ArgSpec(8, 2048, 32, 32),

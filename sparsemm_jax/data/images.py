@@ -1,6 +1,6 @@
 """Images to patches at native resolution.
 
-Source: MoonViT's preprocessing as released with Kimi K3 (spec/model.md B5).
+Source: MoonViT's preprocessing as released with Kimi K3.
 """
 
 import functools

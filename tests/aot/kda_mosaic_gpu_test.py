@@ -113,6 +113,7 @@ class KdaResourcesTest(absltest.TestCase):
         struct(row.shape[:3], jnp.float32),
     )
     self.check(kernels, {"kda_recurrent": 0})
+    self.assertLessEqual(kernels[0].registers, 128)  # so that four blocks fit
     memory = compiled.memory_analysis()
     state_bytes = batch * heads * width * width * 4
     self.assertEqual(memory.alias_size_in_bytes, state_bytes)

@@ -57,9 +57,9 @@ class ExactTest(absltest.TestCase):
     expected = np.ones((2, 2))
     value = inputs_lib.error(jnp.full((2, 2), jnp.nan), expected)
     self.assertTrue(np.isnan(value))
-    good, _ = hard._verdict([{"output": 0.0}, {"output": value}])
+    good, _ = hard.verdict([{"output": 0.0}, {"output": value}])
     self.assertFalse(good)
-    good, _ = hard._verdict([{"output": 0.0, "d q": 1e-3, "d a_log": 1e-2}])
+    good, _ = hard.verdict([{"output": 0.0, "d q": 1e-3, "d a_log": 1e-2}])
     self.assertTrue(good)
 
 

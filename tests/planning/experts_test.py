@@ -45,7 +45,7 @@ class K3Test(absltest.TestCase):
     exchange = _plan(K3).exchange
     self.assertEqual(K3.devices % exchange.ranks, 0)
     self.assertEqual(896 % exchange.ranks, 0)
-    self.assertEqual(exchange.rows, 8192 * 16)  # spec/experts.md 5.3
+    self.assertEqual(exchange.rows, 8192 * 16)
     elsewhere = 1 - 1 / exchange.ranks
     self.assertAlmostEqual(
         exchange.token_bytes, 2 * 131072 * 3584 * 2 * elsewhere, delta=1
@@ -56,7 +56,7 @@ class K3Test(absltest.TestCase):
     )
 
   def test_the_floors_are_those_of_simulations(self):
-    # spec/experts.md 4.9, and 4.8 F for one device's 32,768 tokens on 8 ranks.
+    # Of one device's 32,768 tokens on 8 ranks.
     plan = _changed(tokens_per_step=32768, devices=512)
     self.assertAlmostEqual(plan.sampling_floor, 0.152, places=3)
     self.assertEqual(plan.model.moe.balancing, "quantile")

@@ -13,9 +13,9 @@ from tests.pallas_kernels import races
 from tests.pallas_kernels.kda import cases
 
 
-def _inputs(tokens, dtype, value=64):
+def _inputs(tokens, dtype, key=64, value=64):
   x = cases.chunk_inputs(
-      tokens, batch=2, heads=1, value_heads=2, key=64, value=value
+      tokens, batch=2, heads=1, value_heads=2, key=key, value=value
   )
   return cases.cast(x, dtype)
 
@@ -31,14 +31,14 @@ def _kernel(x, interpret):
 class MosaicGpuDecodeTest(parameterized.TestCase):
 
   @parameterized.parameters(
-      (1, 64, jnp.float32, "fp32"),
-      (3, 64, jnp.bfloat16, "bf16"),
-      (1, 128, jnp.bfloat16, "bf16"),
+      (1, 64, 64, jnp.float32, "fp32"),
+      (3, 64, 64, jnp.bfloat16, "bf16"),
+      (2, 128, 128, jnp.bfloat16, "bf16"),
   )
   def test_tokens_match_the_recurrence_without_races(
-      self, tokens, value, dtype, kind
+      self, tokens, key, value, dtype, kind
   ):
-    x = _inputs(tokens, dtype, value)
+    x = _inputs(tokens, dtype, key, value)
     with races.none_found():
       out, state = jax.block_until_ready(
           _kernel(x, plgpu.InterpretGPUParams(detect_races=True))

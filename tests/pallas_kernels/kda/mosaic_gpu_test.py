@@ -122,6 +122,8 @@ class MosaicGpuTest(parameterized.TestCase):
 
     out, gradients = _value_and_gradients(kernel, x, cotangent)
     expected, exact = _value_and_gradients(recurrence, _fp32(x), cotangent)
+    # The output is itself a difference here; the gradients left out are sums
+    # that cancel further (judged on the card: experiments/kda_bench/hard.py).
     testing.assert_close(out, expected, "bf16 gradient", "output")
     for name in ("k", "v", "beta_logits"):
       i = NAMES.index(name)
