@@ -14,8 +14,6 @@ says why. A wrong result ends it.
 
 import ast
 import concurrent.futures
-import contextlib
-import fcntl
 import functools
 import importlib
 import time
@@ -44,9 +42,6 @@ _PLANS = flags.DEFINE_multi_string(
 _LOADS = flags.DEFINE_list("loads", ["uniform", "settled", "zipf"], "")
 _PARTS = flags.DEFINE_bool("parts", False, "Time each kernel too.")
 _CHECK = flags.DEFINE_bool("check", False, "Compare with float64 and exit.")
-_LOCK = flags.DEFINE_string(
-    "lock", None, "File locked while timing: processes compile side by side."
-)
 _XLA = flags.DEFINE_bool("xla", False, "Time the XLA implementation too.")
 _PEERS = flags.DEFINE_bool(
     "peers", False, "Time jax-linear-attention and tokamax too."
@@ -202,37 +197,26 @@ def _refusal(shape, name, what, error):
 
 def measure(shape, compiled):
   """Prints the times of one shape under every load."""
-  with _alone():
-    lhs, rhs, d_out = jax.jit(lambda: _inputs(*_widths(shape)))()
-    for load in _LOADS.value:
-      sizes = group_sizes(load, lhs.shape[0], rhs.shape[0])
-      calls = {}
-      for (_, name, what), function in compiled.items():
-        run = functools.partial(function, lhs, rhs, jnp.asarray(sizes), d_out)
-        if name in _PLANS.value and what == "fwd+bwd":
-          _check_all(run, lhs, rhs, jnp.asarray(sizes), d_out)
-        try:
-          jax.block_until_ready(run())
-        except jax.errors.JaxRuntimeError as error:  # out of memory, mostly
-          _refusal(shape, name, what, error)
-          continue
-        calls[name, what] = run, jax.block_until_ready
-      if _TORCH.value:
-        calls |= _torch_calls(sizes, *_widths(shape)[:2])
-      for (name, what), times in time_by_turns(calls).items():
-        flops = 2.0 * lhs.shape[0] * rhs.shape[1] * rhs.shape[2]
-        products = 3 if "bwd" in what else 1 - (what == "schedule")
-        _report(f"{shape} {name}", load, what, times, flops * products)
-
-
-@contextlib.contextmanager
-def _alone():
-  if _LOCK.value is None:
-    yield
-    return
-  with open(_LOCK.value, "w") as file:
-    fcntl.flock(file, fcntl.LOCK_EX)
-    yield
+  lhs, rhs, d_out = jax.jit(lambda: _inputs(*_widths(shape)))()
+  for load in _LOADS.value:
+    sizes = group_sizes(load, lhs.shape[0], rhs.shape[0])
+    calls = {}
+    for (_, name, what), function in compiled.items():
+      run = functools.partial(function, lhs, rhs, jnp.asarray(sizes), d_out)
+      if name in _PLANS.value and what == "fwd+bwd":
+        _check_all(run, lhs, rhs, jnp.asarray(sizes), d_out)
+      try:
+        jax.block_until_ready(run())
+      except jax.errors.JaxRuntimeError as error:  # out of memory, mostly
+        _refusal(shape, name, what, error)
+        continue
+      calls[name, what] = run, jax.block_until_ready
+    if _TORCH.value:
+      calls |= _torch_calls(sizes, *_widths(shape)[:2])
+    for (name, what), times in time_by_turns(calls).items():
+      flops = 2.0 * lhs.shape[0] * rhs.shape[1] * rhs.shape[2]
+      products = 3 if "bwd" in what else 1 - (what == "schedule")
+      _report(f"{shape} {name}", load, what, times, flops * products)
 
 
 def _inputs(width_in, width_out, num_groups):

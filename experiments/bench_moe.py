@@ -9,8 +9,6 @@ where XLA fuses across them.
 """
 
 import concurrent.futures
-import contextlib
-import fcntl
 import functools
 import inspect
 import time
@@ -38,9 +36,6 @@ _PER_TOKEN = flags.DEFINE_integer("per_token", 16, "Experts per token.")
 _SHARED = flags.DEFINE_integer("shared", 2, "Shared experts.")
 _IMPLEMENTATION = flags.DEFINE_string(
     "implementation", None, "Of grouped_matmul; the device's best by default."
-)
-_LOCK = flags.DEFINE_string(
-    "lock", None, "File locked while timing: processes compile side by side."
 )
 
 
@@ -195,16 +190,6 @@ def timed(run) -> float:
   return float(np.median(times))
 
 
-@contextlib.contextmanager
-def _alone():
-  if _LOCK.value is None:
-    yield
-    return
-  with open(_LOCK.value, "w") as file:
-    fcntl.flock(file, fcntl.LOCK_EX)
-    yield
-
-
 def _names(function):
   return list(inspect.signature(function).parameters)
 
@@ -234,25 +219,24 @@ def main(argv):
     raise app.UsageError(f"unknown arguments {argv[1:]}")
   shapes, given, parts, whole, structs = _compiled()
   print(f"# {jax.devices()[0].device_kind}, {_TOKENS.value} tokens", flush=True)
-  with _alone():
-    values, total = _draw(shapes), 0.0
-    for name, part in parts.items():
-      run = functools.partial(part, *[values[n] for n in given[name]])
-      values[name] = run()
-      milliseconds = timed(run)
-      total += milliseconds
-      print(f"{_LABELS[name]:32s} {milliseconds:8.3f} ms", flush=True)
-    print(f"{'sum of the parts':32s} {total:8.3f} ms", flush=True)
-    largest = int(jnp.max(values["visits"].group_sizes))
-    mean = _TOKENS.value * _PER_TOKEN.value / _EXPERTS.value
-    print(f"# the largest expert has {largest / mean:.2f} x the mean's rows")
-    del values, run
-    key = jax.random.key(1)
-    draw = lambda s: 0.02 * jax.random.normal(key, s.shape, s.dtype)
-    arrays = jax.jit(lambda: jax.tree.map(draw, structs))()
-    for name, layer in whole.items():
-      milliseconds = timed(functools.partial(layer, *arrays))
-      print(f"{name:32s} {milliseconds:8.3f} ms", flush=True)
+  values, total = _draw(shapes), 0.0
+  for name, part in parts.items():
+    run = functools.partial(part, *[values[n] for n in given[name]])
+    values[name] = run()
+    milliseconds = timed(run)
+    total += milliseconds
+    print(f"{_LABELS[name]:32s} {milliseconds:8.3f} ms", flush=True)
+  print(f"{'sum of the parts':32s} {total:8.3f} ms", flush=True)
+  largest = int(jnp.max(values["visits"].group_sizes))
+  mean = _TOKENS.value * _PER_TOKEN.value / _EXPERTS.value
+  print(f"# the largest expert has {largest / mean:.2f} x the mean's rows")
+  del values, run
+  key = jax.random.key(1)
+  draw = lambda s: 0.02 * jax.random.normal(key, s.shape, s.dtype)
+  arrays = jax.jit(lambda: jax.tree.map(draw, structs))()
+  for name, layer in whole.items():
+    milliseconds = timed(functools.partial(layer, *arrays))
+    print(f"{name:32s} {milliseconds:8.3f} ms", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 The float64 recurrence is the judge wherever a case compares numbers. Cases
 compile for longer than they run, so `start` shares them among processes.
-Sources of the cases: FlashKDA issue 34 (identical keys), sglang-jax 1587 (lengths 63
-and 65 in one tile), flash-linear-attention 1240 (a later token changing
-earlier outputs), attention-gym 337 (saturated gates).
+Sources of the cases: FlashKDA issue 34 (identical keys), sglang-jax 1587
+(lengths 63 and 65 in one tile), flash-linear-attention 1240 (a later token
+changing earlier outputs), attention-gym 337 (saturated gates).
 """
 
 from collections.abc import Callable

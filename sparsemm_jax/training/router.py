@@ -1,8 +1,8 @@
 """What a step does with the router statistics that the model sows.
 
 `router_state` holds a `bias` per MoE layer and `router_stats` the counts of
-the same layer at the same path, those of each shard of the tokens apart; layers that the model scans are stacked on a
-leading axis.
+the same layer at the same path, those of each shard of the tokens apart;
+layers that the model scans are stacked on a leading axis.
 """
 
 import functools

@@ -1,6 +1,7 @@
 """Counts the bytes that a training step moves, from its compiled program.
 
-  python -m experiments.ablations.depth.traffic --variants=12:mosaic_gpu,6:mosaic_gpu:1
+  python -m experiments.ablations.depth.traffic \
+    --variants=12:mosaic_gpu,6:mosaic_gpu:1
 
 Compiles `overhead`'s steps for an H200 ahead of time (no GPU is needed; a
 minute or more each) and prints what each moves beyond the ordinary one, in
