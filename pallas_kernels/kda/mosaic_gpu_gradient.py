@@ -8,13 +8,16 @@ warpgroups each make the gradient of one tile, left operands in registers:
   dq+ = 2^R (do S^T) + dA k-      dk+ = -2^R (dr S^T) + dN k-
   dk- = 2^(G_last - R) (v' dS^T) + dA^T q+ + dN^T k+
 
-The lower left blocks take the other half's tile moved to this half's R. Two
-of the warpgroups, a thread per channel, then finish: dq = 2^(G - R) dq+,
-dk = 2^(G - R) dk+ + 2^(R - G) dk-, and the decay's gradient from
+The lower left blocks take the other half's tile moved to this half's R. The
+first two warpgroups also, a thread per channel, make the tiles and finish:
+dq = 2^(G - R) dq+, dk = 2^(G - R) dk+ + 2^(R - G) dk-, and the decay's gradient
+from
 
   dG = q+ dq+ + k+ dk+ - k- dk-,  plus sum_v S_out dS at the last row
 
-summed backwards over rows, through the gate and the norms.
+summed backwards over rows, through the gate and the norms. While they make the
+tiles the third takes its products that no decay enters, and while they finish
+it moves this item out and the next one in.
 """
 
 import functools
@@ -41,13 +44,24 @@ from pallas_kernels.kda.mosaic_gpu_prep import WRITES_STATE
 from pallas_kernels.kda.mosaic_gpu_prep import Plan
 
 _LN2 = 1.0 / LOG2_E
-_PAD = 8  # fp32 words after a row: wgmma rows then start in other banks
+_PITCH = 128 + 8  # fp32 words of a row: wgmma rows then start in other banks
 # What the corner's operands are multiplied by, and its scores divided: a row
 # moved to the other half's R would be too small for bf16 under strong decay.
 _CORNER_SHIFT = 32
 # Rows of the small [64] vectors.
 _Q_DOT, _K_DOT, _PAST_DOT, _DBETA = range(4, 8)  # after prep's
-_BIAS, _GAM, _PASSED, _DLAST = range(4)
+_BIAS, _GAM, _PASSED = range(3)
+# Of a launch's 3 x 168 per thread.
+_LATER_REGISTERS, _PAST_REGISTERS = 152, 200
+# Barriers of two arrivals: two copies, or two warpgroups.
+_OF_TWO = (
+    "z_ready",
+    "qk_ready",
+    "flags_ready",
+    "pair_barrier",
+    "tiles_barrier",
+    "gate_barrier",
+)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -97,21 +111,22 @@ def gradient(plan: Plan, q, k, z, beta, slope, bias, flags, saved):
       q_tile=bf16(CHUNK, width),
       k_tile=bf16(CHUNK, width),
       k_minus=bf16(CHUNK, width),
+      # Only the gradient of k- reads dS, which comes last, and before it
+      # writes `passed`: one way or the other that lies where nothing else does.
       union=plgpu.RefUnion(
           [
               bf16(values, width),
-              bf16(values, width),
               *(bf16(CHUNK, values) for _ in range(4)),
+              bf16(values, width),
           ],
-          smem((3, CHUNK, width + _PAD)),
+          [smem((3, CHUNK, _PITCH)), smem((4, width))],
       ),
       sums=smem((2, 4, width)),
-      channels=smem((4, width)),
+      channels=smem((3, width)),
       rows=smem((8, CHUNK)),
-      z_ready=plgpu.Barrier(num_arrivals=2),
-      qk_ready=plgpu.Barrier(num_arrivals=3 if plan.masked else 2),
+      # One array, hence one register for the phases of all.
+      of_two=plgpu.Barrier(num_arrivals=2, num_barriers=len(_OF_TWO)),
       saved_ready=plgpu.Barrier(num_arrivals=7),
-      pair_barrier=plgpu.Barrier(num_arrivals=2),
       barrier=plgpu.Barrier(num_arrivals=3),
   )
   z_tile, cross = smem((CHUNK, width), z.dtype), bf16(3 * HALF, width)
@@ -147,7 +162,7 @@ def gradient(plan: Plan, q, k, z, beta, slope, bias, flags, saved):
           approx_math=True,
           unsafe_no_auto_barriers=True,
           lowering_semantics=plgpu.LoweringSemantics.Lane,
-          reduction_scratch_bytes=1024,
+          reduction_scratch_bytes=0,
       ),
       interpret=plan.interpret,
   )
@@ -174,12 +189,11 @@ def _body(
   flags_gm, outputs = rest[:-5], rest[-5:]
   dq_gm, dk_gm, dz_gm, dbeta_gm, sums_gm = outputs
   role = lax.axis_index("warpgroup")
-  saved, staging = scratch.pop("union")
-  names = ("state", "ds", "v_new", "v_low", "dr", "do")
+  saved, (staging, passed) = scratch.pop("union")
+  names = ("state", "v_new", "v_low", "dr", "do", "ds")
+  of_two = scratch.pop("of_two")
   refs = scratch | dict(zip(names, saved, strict=True))
-  refs["staging"] = (
-      staging[0] if isinstance(staging, (tuple, list)) else staging
-  )
+  refs |= dict(staging=staging, passed=passed)
   again = "z_or_cross" in refs
   if again:
     refs["z_tile"], refs["cross"] = prep_lib.members(refs.pop("z_or_cross"))
@@ -189,13 +203,15 @@ def _body(
   interpret = plan.interpret is not None
   width = q_gm.shape[-1]
 
-  def views(i=0):
-    # As in `mosaic_gpu_prep`: addresses that are not known before the loop.
-    this = lax.shift_right_logical(jnp.int32(i), 30)
+  def views():
+    # As in `mosaic_gpu_prep`: addresses that are not known before the loop. And
+    # not before the next call: each phase, and some products, make their own.
+    this = 0 if interpret else lanes_lib.opaque_zero()
     s = {
         name: ref if name.endswith(("ready", "barrier")) else ref.at[this]
         for name, ref in refs.items()
     }
+    s |= {name: of_two.at[this + i] for i, name in enumerate(_OF_TWO)}
     # Dead before the sums are written.
     return s | dict(totals=s["sums"].at[0], factors=s["sums"].at[1])
 
@@ -204,7 +220,7 @@ def _body(
     return b, head, chunk, pl.ds(chunk * CHUNK, CHUNK)
 
   def load_saved(i, s):
-    """All but beta, which follows once the item before has left."""
+    """All but beta, which comes with the gate."""
     b, head, chunk, rows = place(i)
     at = (b, head, chunk)
     copy(states_gm.at[at], s["state"], s["saved_ready"])
@@ -219,94 +235,109 @@ def _body(
     copy(z_gm.at[b, rows, head], s["z_tile"], s["z_ready"])
     copy(bias_gm.at[head], s["channels"].at[_BIAS], s["z_ready"])
 
-  def load_local(i, s):
+  def load_rows(i, s):
     b, head, _, rows = place(i)
     source = lax.div(head, walk.heads_per_query)
-    load_z(i, s)
     copy(k_gm.at[b, rows, source], s["k_tile"], s["qk_ready"])
     copy(q_gm.at[b, rows, source], s["q_tile"], s["qk_ready"])
+
+  def load_gate(i, s):
+    b, head, _, rows = place(i)
+    load_z(i, s)
     for gm in flags_gm:
-      copy(gm.at[b, rows], s["flags"], s["qk_ready"])
+      for half in (0, HALF):
+        some = pl.ds(rows.start + half, HALF)
+        window = s["flags"].at[pl.ds(half, HALF)]
+        copy(gm.at[b, some], window, s["flags_ready"])
     copy(beta_gm.at[b, head, rows], s["rows"].at[BETA], s["saved_ready"])
 
-  def sync(name):
+  def arrive(barrier):
     plgpu.commit_smem()
-    plgpu.barrier_arrive(refs[name])
-    plgpu.barrier_wait(refs[name])
+    plgpu.barrier_arrive(barrier)
 
-  @pl.when(role == 0)
-  def _():
-    load_local(0, views())
-    load_saved(0, views())
+  def sync(barrier):
+    arrive(barrier)
+    plgpu.barrier_wait(barrier)
 
-  def one_item(i, _):
-    s = views(i)
-    b, head, chunk, rows = place(i)
-    slope = slope_gm[head]
+  def stage(i, side, tile):
+    s = views()
+    sync(s["barrier"])  # Everyone is done with what the staging overwrites.
+    if again and side == 2:
+      load_z(i, s)
+    s["staging"].at[side, :, pl.ds(0, width)][...] = tile
+    sync(s["barrier"])
 
-    @pl.when(role < 2)
-    def _():
-      plgpu.barrier_wait(s["qk_ready"])
-      plgpu.barrier_wait(s["z_ready"])
-      lanes = lanes_lib.Lanes.create(width, role, interpret)
-      sums = prep_lib.gate_sums(plan, lanes, slope, s)
-      if plan.raw:
-        prep_lib.row_norms(plan, role, s)
-      sync("pair_barrier")
-      _decayed_tiles(plan, lanes, sums, s)
-      plgpu.barrier_wait(s["saved_ready"])
-
-    @pl.when(role == 2)
-    def _():
-      if plan.masked:
-        plgpu.barrier_wait(s["qk_ready"])
-      plgpu.barrier_wait(s["saved_ready"])
-      _state_dots(s)
-      _beta_gradient(s)
-
-    sync("barrier")
-    for side, branch in enumerate((_query_side, _key_side, _past_side)):
+  def later_sides(i, _):
+    """An item of the first two warpgroups."""
+    s, slope = views(), slope_gm[place(i)[1]]
+    lanes = lanes_lib.Lanes.create(width, role, interpret)
+    if plan.masked:
+      plgpu.barrier_wait(s["flags_ready"])
+    plgpu.barrier_wait(s["z_ready"])
+    plgpu.barrier_wait(s["qk_ready"])
+    sums = prep_lib.gate_sums(plan, lanes, slope, s)
+    if plan.raw:
+      prep_lib.row_norms(plan, role, s)
+    sync(s["pair_barrier"])
+    _decayed_tiles(plan, lanes, sums, s)
+    plgpu.barrier_wait(s["saved_ready"])
+    sync(s["barrier"])
+    for side, name in enumerate(("do", "dr")):
 
       @pl.when(role == side)
-      def _(side=side, branch=branch):
-        tile = branch(plan, s)
-        sync("barrier")  # Everyone is done with what the staging overwrites.
-        if again and side == 0:
-          load_z(i, s)
-        columns = pl.ds(0, width)
-        s["staging"].at[side, :, columns][...] = tile
-        sync("barrier")
+      def _(side=side, name=name):
+        stage(i, side, _later_side(plan, views(), side, name))
 
-    @pl.when(role < 2)
-    def _():
-      lanes = lanes_lib.Lanes.create(width, role, interpret)
-      if again:
-        plgpu.barrier_wait(s["z_ready"])
-      _finish(plan, lanes, slope, s)
-      sync("pair_barrier")
+    s = views()
+    lanes = lanes_lib.Lanes.create(width, role, interpret)
+    if again:
+      plgpu.barrier_wait(s["z_ready"])
+    of_gate = _finish(plan, lanes, slope, s)
+    arrive(s["tiles_barrier"])
+    _gate_gradient(plan, lanes, slope, *of_gate, s)
+    arrive(s["gate_barrier"])
 
-      @pl.when(role == 0)
-      def _():
-        @pl.when(i + 1 < count)
-        def _():
-          load_saved(i + 1, s)
+  def past_side(i, _):
+    """An item of the third; it also moves everything in and out."""
+    s = views()
+    if plan.masked:
+      plgpu.barrier_wait(s["flags_ready"])
+    plgpu.barrier_wait(s["saved_ready"])
+    norms_made = lambda: plgpu.barrier_wait(s["pair_barrier"])
+    early = _early_products(plan, views, norms_made)
+    sync(s["barrier"])
+    stage(i, 2, _past_side(plan, early, views))
+    s = views()
+    b, head, chunk, rows = place(i)
+    store, wait = plgpu.copy_smem_to_gmem, plgpu.wait_smem_to_gmem
+    more = i + 1 < count
+    plgpu.barrier_wait(s["tiles_barrier"])
+    pl.when(more)(lambda: load_saved(i + 1, s))
+    store(s["q_tile"], dq_gm.at[b, rows, head])
+    store(s["k_tile"], dk_gm.at[b, rows, head])
+    wait(0, wait_read_only=True)
+    pl.when(more)(lambda: load_rows(i + 1, s))
+    plgpu.barrier_wait(s["gate_barrier"])
+    store(s["z_tile"], dz_gm.at[b, rows, head])
+    store(s["rows"].at[_DBETA], dbeta_gm.at[b, head, rows])
+    store(s["sums"], sums_gm.at[b, head, chunk])
+    wait(0, wait_read_only=True)
+    pl.when(more)(lambda: load_gate(i + 1, s))
 
-        store = plgpu.copy_smem_to_gmem
-        store(s["q_tile"], dq_gm.at[b, rows, head])
-        store(s["k_tile"], dk_gm.at[b, rows, head])
-        store(s["z_tile"], dz_gm.at[b, rows, head])
-        store(s["rows"].at[_DBETA], dbeta_gm.at[b, head, rows])
-        store(s["sums"], sums_gm.at[b, head, chunk])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+  @pl.when(role < 2)
+  def _():
+    plgpu.set_max_registers(_LATER_REGISTERS, action="decrease")
+    lax.fori_loop(0, count, later_sides, None)
 
-        @pl.when(i + 1 < count)
-        def _():
-          load_local(i + 1, s)
-
-    return None
-
-  lax.fori_loop(0, count, one_item, None)
-  plgpu.wait_smem_to_gmem(0)
+  @pl.when(role == 2)
+  def _():
+    plgpu.set_max_registers(_PAST_REGISTERS, action="increase")
+    s = views()
+    load_gate(0, s)
+    load_rows(0, s)
+    load_saved(0, s)
+    lax.fori_loop(0, count, past_side, None)
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _decayed_tiles(plan, lanes, sums, s):
@@ -351,35 +382,6 @@ def _decayed_tiles(plan, lanes, sums, s):
     q_other = q_plus * to_edge * from_edge
     q_other = lanes.where_warp_from(2, q_other, k_other)
     lanes.store_tile(s["cross"], r, q_other, upper_offset=HALF)
-
-
-def _beta_gradient(s):
-  """Times m, of the error e = v' / beta and its solve's dr / beta, by rows."""
-  beta = plgpu.load(s["rows"].at[BETA], layout=ROW)
-  dots = 0.0
-  for first in range(0, s["dr"].shape[1], 64):
-    piece = s["dr"].at[:, pl.ds(first, 64)]
-    dr = plgpu.load(piece, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-    for name in ("v_new", "v_low"):
-      dots += _row_dot(dr, s[name].at[:, pl.ds(first, 64)])
-  s["rows"][_DBETA] = jnp.where(beta != 0.0, dots / beta / beta, 0.0)
-
-
-def _state_dots(s):
-  """channels[_PASSED] = sum over v of S dS."""
-  values, width = s["state"].shape
-  for column in range(0, width, 64):
-    columns = pl.ds(column, 64)
-    products = 0.0
-    for row in range(0, values, 64):
-      state, ds = (
-          plgpu.load(
-              s[name].at[pl.ds(row, 64), columns], layout=plgpu.Layout.WGMMA
-          ).astype(jnp.float32)
-          for name in ("state", "ds")
-      )
-      products += state * ds
-    s["channels"].at[_PASSED, columns][...] = jnp.sum(products, axis=0)
 
 
 def _product(preset, terms, stage):
@@ -460,16 +462,27 @@ def _key_dot(plan, s, dot):
   return dot * _mantissa(s) * _mantissa(s) if plan.raw else dot
 
 
-def _later_side(plan, s, side, rows_name, tile_name):
+def _later_side(plan, s, side, rows_name):
   """dq+ or dk+: gradients of a tile on the later side of a score."""
   width = s["q_tile"].shape[1]
-  parts = (s[name].transpose((1, 0)) for name in ("v_new", "v_low"))
-  terms = [(s[rows_name], part) for part in parts]
-  d_score = _product((CHUNK, CHUNK), terms, None)
-  factor = lambda x: x if side == 0 else x * _minus_mantissa(plan, s, x.shape)
-  inner, corner = _two_parts(plan, factor(d_score), True, side == 0, s)
-  tile = _product((CHUNK, width), [(s[rows_name], s["state"])], None)
-  tile = factor(tile * _by_half(plan, s, 0, width))
+  rows, tile_name = s[rows_name], ("q_tile", "k_tile")[side]
+
+  def products(d_score, tile):
+    for name in ("v_new", "v_low"):
+      plgpu.wgmma(d_score, rows, s[name].transpose((1, 0)))
+    plgpu.wgmma(tile, rows, s["state"])
+    d_score = plgpu.wgmma_accumulator_load(d_score, wait_n=1)
+    if side == 1:
+      d_score *= _minus_mantissa(plan, s, d_score.shape)
+    parts = _two_parts(plan, d_score, True, side == 0, s)
+    return *parts, plgpu.wgmma_accumulator_load(tile)
+
+  inner, corner, tile = pl.run_scoped(
+      products, plgpu.ACC((CHUNK, CHUNK)), plgpu.ACC((CHUNK, width))
+  )
+  tile = tile * _by_half(plan, s, 0, width)
+  if side == 1:
+    tile = tile * _minus_mantissa(plan, s, tile.shape)
   tile = _where_flag(plan, s, READS_STATE, tile)
   terms = [(inner, s["k_minus"]), (corner, s["cross"].at[pl.ds(0, CHUNK)])]
   tile = _product(tile, terms, _stage(s, side))
@@ -481,22 +494,57 @@ def _later_side(plan, s, side, rows_name, tile_name):
   return tile
 
 
-def _query_side(plan, s):
-  if plan.raw:  # Here, where registers are left.
-    d_beta = plgpu.load(s["rows"].at[_DBETA], layout=ROW)
-    s["rows"][_DBETA] = d_beta / _mantissa(s)
-  return _later_side(plan, s, 0, "do", "q_tile")
+def _early_products(plan, views, norms_made):
+  """What `_past_side` needs and no decay enters; S dS and beta's gradient.
 
+  Args:
+    plan: the static part.
+    views: makes views of shared memory.
+    norms_made: waits for the keys' norms.
 
-def _key_side(plan, s):
-  return _later_side(plan, s, 1, "dr", "k_tile")
-
-
-def _past_side(plan, s):
-  """dk-: the gradient of the earlier side of both scores and of the state."""
+  Returns:
+    v' dS^T, and the earlier side's scores as `_two_parts`: of q, then of k.
+  """
+  interpret = plan.interpret is not None
+  s = views()
   width = s["q_tile"].shape[1]
-  parts = s["v_new"], s["v_low"]
-  tile = _product((CHUNK, width), [(part, s["ds"]) for part in parts], None)
+  square = CHUNK, CHUNK
+  for first in range(0, width, CHUNK):
+    columns = pl.ds(first, CHUNK)
+    state, ds = (s[name].at[:, columns] for name in ("state", "ds"))
+    dots = _product(square, [(state.transpose((1, 0)), ds)], None)
+    passed = s["channels"].at[_PASSED, columns]
+    lanes_lib.store_diagonal(dots, passed, interpret)
+
+  def product(shape, name, transposed):
+    s = views()
+    rows = s[name].transpose((1, 0)) if transposed else s[name]
+    terms = [(s[part], rows) for part in ("v_new", "v_low")]
+    return _product(shape, terms, None)
+
+  of_query = _two_parts(plan, product(square, "do", True), False, True, s)
+  score = product(square, "dr", True)
+  lanes_lib.store_diagonal(score, s["rows"].at[_DBETA], interpret)
+  if plan.raw:
+    norms_made()
+  score *= _minus_mantissa(plan, s, square, axis=1)
+  of_key = _two_parts(plan, score, False, False, s)
+  return product((CHUNK, width), "ds", False), of_query, of_key
+
+
+def _beta_gradient(plan, s):
+  """Of the error v' / beta and its solve's adjoint m dv / beta, by rows."""
+  beta, dots = (plgpu.load(s["rows"].at[i], layout=ROW) for i in (BETA, _DBETA))
+  dots = jnp.where(beta != 0.0, dots / beta / beta, 0.0)
+  s["rows"][_DBETA] = dots / _mantissa(s) if plan.raw else dots
+
+
+def _past_side(plan, early, views):
+  """dk-: the gradient of the earlier side of both scores and of the state."""
+  interpret = plan.interpret is not None
+  s = views()
+  width = s["q_tile"].shape[1]
+  tile, *scores = early
   tile = tile * _by_half(plan, s, 1, width)
   tile = _where_flag(plan, s, WRITES_STATE, tile)
   for first in range(0, width, 64):
@@ -504,20 +552,14 @@ def _past_side(plan, s):
     past = plgpu.load(
         s["k_minus"].at[:, columns], layout=plgpu.Layout.WGMMA
     ).astype(jnp.float32)
-    dots = jnp.sum(tile[:, first : first + 64] * past, axis=0)
-    s["channels"].at[_DLAST, columns][...] = dots
-  sides = ("do", "q_tile", HALF, True), ("dr", "k_tile", 0, False)
-  for rows_name, name, window, diagonal in sides:
-    rows = s[rows_name].transpose((1, 0))
-    d_score = _product((CHUNK, CHUNK), [(part, rows) for part in parts], None)
-    if rows_name == "dr":
-      d_score *= _minus_mantissa(plan, s, d_score.shape, axis=1)
-    inner, corner = _two_parts(plan, d_score, False, diagonal, s)
-    terms = [
-        (inner, s[name]),
-        (corner, s["cross"].at[pl.ds(window, CHUNK)]),
-    ]
-    tile = _product(tile, terms, _stage(s, 2))
+    products = tile[:, first : first + 64] * past
+    lanes_lib.store_warp_sums(products, s["passed"].at[:, columns], interpret)
+  terms = []
+  for score, name, window in zip(scores, ("q_tile", "k_tile"), (HALF, 0)):
+    cross = s["cross"].at[pl.ds(window, CHUNK)]
+    terms += zip(score, (s[name], cross), strict=True)
+  tile = _product(tile, terms, _stage(s, 2))
+  _beta_gradient(plan, s)
   s["rows"][_PAST_DOT] = _key_dot(plan, s, _row_dot(tile, s["k_minus"]))
   return tile
 
@@ -573,19 +615,20 @@ def _finish(plan, lanes, slope, s):
       dq, dk = jnp.where(valid, dq, 0.0), jnp.where(valid, dk, 0.0)
     lanes.store_tile(s["q_tile"], r, dq.astype(jnp.bfloat16))
     lanes.store_tile(s["k_tile"], r, dk.astype(jnp.bfloat16))
-  _gate_gradient(plan, lanes, slope, d_sums, slopes, s)
+  gam, after = (
+      lanes.load_channels(s["channels"].at[row]) for row in (_GAM, _PASSED)
+  )
+  after *= gam
+  for w in range(4):
+    after += lanes.load_channels(s["passed"].at[w])
+  return d_sums, slopes, after
 
 
-def _gate_gradient(plan, lanes, slope, d_sums, slopes, s):
+def _gate_gradient(plan, lanes, slope, d_sums, slopes, after, s):
   """Sums dG backwards over rows and goes through the gate."""
   lanes.store_group(s["factors"], lanes.running_sums(d_sums)[1])
   plgpu.commit_smem()
   # What the later warps' rows sum to.
-  gam, passed, after = (
-      lanes.load_channels(s["channels"].at[row])
-      for row in (_GAM, _PASSED, _DLAST)
-  )
-  after += gam * passed
   for w in (3, 2, 1):
     later = after + lanes.load_channels(s["factors"].at[w])
     after = lanes.where_warp_from(w, after, later)

@@ -23,6 +23,7 @@ from jaxlib.mlir.dialects import arith
 from jaxlib.mlir.dialects import llvm
 from jaxlib.mlir.dialects import math
 from jaxlib.mlir.dialects import nvvm
+from jaxlib.mlir.dialects import scf
 from jaxlib.mlir.dialects import vector
 import numpy as np
 
@@ -294,6 +295,34 @@ def opaque_thread() -> jax.Array:
   return read()
 
 
+def opaque_zero() -> jax.Array:
+  """An int32 0 that is made anew at each call and the same in all of a warp.
+
+  Addresses made from it can be uniform registers, which matrix products want.
+  """
+  layout = plgpu.Layout.WG_SPLAT(())
+
+  @plgpu.inline_mgpu(
+      return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=layout)
+  )
+  def read(_):
+    i32 = ir.IntegerType.get_signless(32)
+    c = lambda value: arith.constant(i32, value)
+    thread = llvm.inline_asm(
+        i32, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True
+    )
+    shared = nvvm.shfl_sync(
+        c(-1), arith.shrui(thread, c(20)), c(0), c(0x1F), nvvm.ShflKind.idx
+    )
+    return mgpu.FragmentedArray(
+        _registers=np.array(shared, dtype=object),
+        _layout=layout.to_mgpu(),
+        _is_signed=True,
+    )
+
+  return read()
+
+
 def tile_indices(columns: int, interpret: bool) -> tuple[jax.Array, jax.Array]:
   """Row and column numbers of a [64, columns] array in the wgmma layout."""
   shape = (64, columns)
@@ -433,6 +462,105 @@ def score_parts(
   return tuple(split(*arguments))
 
 
+def store_diagonal(x: jax.Array, ref, interpret: bool) -> None:
+  """Writes the diagonal of a [64, 64] fp32 array to a plain [64] array."""
+  if interpret:
+    row, column = tile_indices(64, True)
+    ref[...] = jnp.sum(jnp.where(row == column, x, 0.0), axis=1)
+    return
+
+  @plgpu.inline_mgpu(arg_types=(_THREAD, plgpu.Layout.WGMMA, plgpu.RefType(())))
+  def store(_, thread, array, memory):
+    at = _Fragment(thread, 64)
+    c, predicate = at.constant, arith.CmpIPredicate
+    values = array.registers.reshape(8, 2)
+    # A warp's 16 columns are two tiles; the lane of row r has column r or r - 1
+    # first.
+    offset = arith.subi(arith.remui(at.row, c(8)), at.column)
+    second = arith.cmpi(predicate.eq, offset, c(1))
+    holds = arith.cmpi(predicate.ule, offset, c(1))
+    for h in (0, 1):
+      value = None
+      for warp in range(4):
+        register = values[2 * warp + h, h]
+        mine = arith.select(second, _scalar(register, 1), _scalar(register))
+        if value is None:
+          value = mine
+          continue
+        first = arith.cmpi(predicate.uge, at.row, c(ROWS * warp))
+        value = arith.select(first, mine, value)
+      branch = scf.IfOp(holds)
+      with ir.InsertionPoint(branch.then_block):
+        row = arith.addi(at.row, c(8 * h))
+        kind = ir.VectorType.get((1,), ir.F32Type.get())
+        index = arith.index_castui(ir.IndexType.get(), row)
+        vector.store(vector.broadcast(kind, value), memory, [index])
+        scf.yield_([])
+
+  store(opaque_thread(), x, ref)
+
+
+def store_warp_sums(x: jax.Array, ref, interpret: bool) -> None:
+  """Writes a [64, K] fp32 array's sums over a warp's rows to a plain [4, K]."""
+  columns = x.shape[1]
+  if interpret:
+    ref[...] = jnp.sum(x.reshape(4, ROWS, columns), axis=1)
+    return
+
+  @plgpu.inline_mgpu(arg_types=(_THREAD, plgpu.Layout.WGMMA, plgpu.RefType(())))
+  def store(_, thread, array, memory):
+    at = _Fragment(thread, columns)
+    c, predicate = at.constant, arith.CmpIPredicate
+    registers = array.registers.reshape(columns // 8, 2)
+    sums = [
+        [arith.addf(_scalar(upper, i), _scalar(lower, i)) for i in (0, 1)]
+        for upper, lower in registers
+    ]
+    tile = c(0)
+    # Of the lanes with one column each keeps half of the tiles, then a quarter
+    # and an eighth.
+    for bit in (16, 8, 4):
+      half = len(sums) // 2
+      is_set = arith.cmpi(predicate.ne, arith.andi(at.thread, c(bit)), c(0))
+      kept = []
+      for low, high in zip(sums[:half], sums[half:], strict=True):
+        kept.append([
+            arith.addf(
+                arith.select(is_set, high[i], low[i]),
+                _exchange(arith.select(is_set, low[i], high[i]), bit),
+            )
+            for i in (0, 1)
+        ])
+      tile = arith.select(is_set, arith.addi(tile, c(half)), tile)
+      sums = kept
+    kind = ir.VectorType.get((2,), ir.F32Type.get())
+    index = lambda i: arith.index_castui(ir.IndexType.get(), i)
+    for i, pair in enumerate(sums):
+      column = arith.addi(tile, c(i))
+      column = arith.addi(arith.muli(column, c(8)), at.column)
+      vector.store(
+          vector.from_elements(kind, pair),
+          memory,
+          [index(at.warp), index(column)],
+      )
+
+  store(opaque_thread(), x, ref)
+
+
+def _exchange(value, bit):
+  """The lane's value whose number differs in one bit."""
+  i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+  constant = lambda x: arith.constant(i32, x)
+  bits = nvvm.shfl_sync(
+      constant(-1),
+      arith.bitcast(i32, value),
+      constant(bit),
+      constant(0x1F),
+      nvvm.ShflKind.bfly,
+  )
+  return arith.bitcast(f32, bits)
+
+
 class _Fragment:
   """What a thread holds of a [64, columns] array in the wgmma layout.
 
@@ -440,16 +568,17 @@ class _Fragment:
     row: of its first register; the second of a tile lies 8 below.
     column: of its first register; the next tiles lie 8 to the right.
     upper: 1 if its rows are 32 or more, else 0.
+    thread, warp: its number in the block, its warp's in the warpgroup.
     registers: [column tile, row half], to be filled.
   """
 
   def __init__(self, thread, columns, dtype=jnp.float32):
     i32 = ir.IntegerType.get_signless(32)
     self.constant = c = lambda value: arith.constant(i32, value)
-    index = _scalar(thread.registers.flat[0])
+    self.thread = index = _scalar(thread.registers.flat[0])
     in_group = arith.remui(index, c(128))
     lane = arith.remui(index, c(32))
-    warp = arith.divui(in_group, c(32))
+    self.warp = warp = arith.divui(in_group, c(32))
     self.row = arith.addi(arith.muli(warp, c(ROWS)), arith.divui(lane, c(4)))
     self.column = arith.muli(arith.remui(lane, c(4)), c(2))
     self.upper = arith.divui(warp, c(2))

@@ -12,7 +12,7 @@ from pallas_kernels.kda import mosaic_gpu_decode
 # A kernel over 227 KiB of shared memory does not compile at all. Spills are in
 # bytes per thread.
 _FORWARD = {"kda_prep": 0, "kda_scan": 0}
-_BACKWARD = _FORWARD | {"kda_states": 0, "kda_reverse": 0, "kda_gradient": 64}
+_BACKWARD = _FORWARD | {"kda_states": 0, "kda_reverse": 0, "kda_gradient": 0}
 _GIB = 2**30
 
 
