@@ -58,7 +58,6 @@ _OF_TWO = (
     "z_ready",
     "qk_ready",
     "flags_ready",
-    "pair_barrier",
     "tiles_barrier",
     "gate_barrier",
 )
@@ -127,6 +126,7 @@ def gradient(plan: Plan, q, k, z, beta, slope, bias, flags, saved):
       # One array, hence one register for the phases of all.
       of_two=plgpu.Barrier(num_arrivals=2, num_barriers=len(_OF_TWO)),
       saved_ready=plgpu.Barrier(num_arrivals=7),
+      norms_barrier=plgpu.Barrier(num_arrivals=1),
       barrier=plgpu.Barrier(num_arrivals=3),
   )
   z_tile, cross = smem((CHUNK, width), z.dtype), bf16(3 * HALF, width)
@@ -274,11 +274,11 @@ def _body(
     if plan.masked:
       plgpu.barrier_wait(s["flags_ready"])
     plgpu.barrier_wait(s["z_ready"])
-    plgpu.barrier_wait(s["qk_ready"])
     sums = prep_lib.gate_sums(plan, lanes, slope, s)
+    plgpu.commit_smem()
+    plgpu.barrier_wait(s["qk_ready"])
     if plan.raw:
-      prep_lib.row_norms(plan, role, s)
-    sync(s["pair_barrier"])
+      plgpu.barrier_wait(s["norms_barrier"])
     _decayed_tiles(plan, lanes, sums, s)
     plgpu.barrier_wait(s["saved_ready"])
     sync(s["barrier"])
@@ -302,12 +302,18 @@ def _body(
     s = views()
     if plan.masked:
       plgpu.barrier_wait(s["flags_ready"])
+    if plan.raw:
+      plgpu.barrier_wait(s["qk_ready"])
+      for of_query in (0, 1):
+        prep_lib.row_norms(plan, of_query, s)
+      arrive(s["norms_barrier"])
     plgpu.barrier_wait(s["saved_ready"])
-    norms_made = lambda: plgpu.barrier_wait(s["pair_barrier"])
-    early = _early_products(plan, views, norms_made)
+    early = _early_products(plan, views)
     sync(s["barrier"])
     stage(i, 2, _past_side(plan, early, views))
     s = views()
+    _beta_gradient(plan, s)
+    plgpu.commit_smem()
     b, head, chunk, rows = place(i)
     store, wait = plgpu.copy_smem_to_gmem, plgpu.wait_smem_to_gmem
     more = i + 1 < count
@@ -358,9 +364,9 @@ def _decayed_tiles(plan, lanes, sums, s):
   lanes.store_channels(s["channels"].at[_GAM], gam)
   for r in lanes.rows:
     decay = at.relative(sums[r])
-    plus, minus = jnp.exp2(decay), jnp.exp2(-decay)
-    k = lanes.load_tile(s["k_tile"], r).astype(jnp.float32)
-    q = lanes.load_tile(s["q_tile"], r).astype(jnp.float32)
+    plus, minus = jnp.exp2(decay), jnp.exp2(0.0 - decay)
+    k = lanes.widen(lanes.load_tile(s["k_tile"], r))
+    q = lanes.widen(lanes.load_tile(s["q_tile"], r))
     if plan.raw:
       k *= lanes.load_row_value(s["rows"].at[K_NORM], r)
       q *= lanes.load_row_value(s["rows"].at[Q_NORM], r)
@@ -434,12 +440,12 @@ def _where_flag(plan, s, bit, x):
   return jnp.where(keep, x, 0.0)
 
 
-def _row_dot(x, tile):
+def _row_dot(plan, x, tile):
   """Row sums of x * tile, [64]."""
   total = 0.0
   for first in range(0, x.shape[1], 64):
     piece = tile.at[:, pl.ds(first, 64)]
-    y = plgpu.load(piece, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+    y = lanes_lib.load_wide(piece, plan.interpret is not None)
     total += jnp.sum(x[:, first : first + 64] * y, axis=1)
   return total
 
@@ -486,21 +492,21 @@ def _later_side(plan, s, side, rows_name):
   tile = _where_flag(plan, s, READS_STATE, tile)
   terms = [(inner, s["k_minus"]), (corner, s["cross"].at[pl.ds(0, CHUNK)])]
   tile = _product(tile, terms, _stage(s, side))
-  dot = _row_dot(tile, s[tile_name])
+  dot = _row_dot(plan, tile, s[tile_name])
   if side == 0:
-    s["rows"][_Q_DOT] = dot
+    # The tile holds scale q / |q|, its norm's row scale / |q|.
+    s["rows"][_Q_DOT] = dot * (1.0 / plan.scale**2)
   else:
     s["rows"][_K_DOT] = _key_dot(plan, s, dot)
   return tile
 
 
-def _early_products(plan, views, norms_made):
+def _early_products(plan, views):
   """What `_past_side` needs and no decay enters; S dS and beta's gradient.
 
   Args:
     plan: the static part.
     views: makes views of shared memory.
-    norms_made: waits for the keys' norms.
 
   Returns:
     v' dS^T, and the earlier side's scores as `_two_parts`: of q, then of k.
@@ -525,11 +531,12 @@ def _early_products(plan, views, norms_made):
   of_query = _two_parts(plan, product(square, "do", True), False, True, s)
   score = product(square, "dr", True)
   lanes_lib.store_diagonal(score, s["rows"].at[_DBETA], interpret)
-  if plan.raw:
-    norms_made()
   score *= _minus_mantissa(plan, s, square, axis=1)
   of_key = _two_parts(plan, score, False, False, s)
-  return product((CHUNK, width), "ds", False), of_query, of_key
+  tile = product((CHUNK, width), "ds", False)
+  free = s["rows"].at[_PAST_DOT]  # written for good after the next barrier
+  lanes_lib.make_now([*of_query, *of_key], free, interpret)
+  return tile, of_query, of_key
 
 
 def _beta_gradient(plan, s):
@@ -541,43 +548,45 @@ def _beta_gradient(plan, s):
 
 def _past_side(plan, early, views):
   """dk-: the gradient of the earlier side of both scores and of the state."""
-  interpret = plan.interpret is not None
   s = views()
   width = s["q_tile"].shape[1]
   tile, *scores = early
   tile = tile * _by_half(plan, s, 1, width)
   tile = _where_flag(plan, s, WRITES_STATE, tile)
-  for first in range(0, width, 64):
-    columns = pl.ds(first, 64)
-    past = plgpu.load(
-        s["k_minus"].at[:, columns], layout=plgpu.Layout.WGMMA
-    ).astype(jnp.float32)
-    products = tile[:, first : first + 64] * past
-    lanes_lib.store_warp_sums(products, s["passed"].at[:, columns], interpret)
+  _passed_by_values(plan, tile, s)
   terms = []
   for score, name, window in zip(scores, ("q_tile", "k_tile"), (HALF, 0)):
     cross = s["cross"].at[pl.ds(window, CHUNK)]
     terms += zip(score, (s[name], cross), strict=True)
   tile = _product(tile, terms, _stage(s, 2))
-  _beta_gradient(plan, s)
-  s["rows"][_PAST_DOT] = _key_dot(plan, s, _row_dot(tile, s["k_minus"]))
+  s["rows"][_PAST_DOT] = _key_dot(plan, s, _row_dot(plan, tile, s["k_minus"]))
   return tile
+
+
+def _passed_by_values(plan, from_state, s):
+  """By warps, sum over rows of k- times its gradient through the state."""
+  interpret = plan.interpret is not None
+  for first in range(0, from_state.shape[1], 64):
+    columns = pl.ds(first, 64)
+    past = lanes_lib.load_wide(s["k_minus"].at[:, columns], interpret)
+    products = from_state[:, first : first + 64] * past
+    lanes_lib.store_warp_sums(products, s["passed"].at[:, columns], interpret)
 
 
 def _finish(plan, lanes, slope, s):
   """From the tiles' gradients to those of q, k and z, in place."""
   at = prep_lib.references(lanes, s)
   if plan.raw:
-    bias = lanes.load_channels(s["channels"].at[_BIAS])
+    minus_bias = -lanes.load_channels(s["channels"].at[_BIAS])
   decays, slopes = {}, {}
   for r in lanes.rows:
-    z = lanes.load_plain(s["z_tile"], r).astype(jnp.float32)
+    z = lanes.widen(lanes.load_plain(s["z_tile"], r))
     if plan.raw:
       # Bounded, so that 0 * infinity cannot arise below.
-      e = jnp.minimum(jnp.exp2(-(z * slope + bias)), 2.0**60)
+      e = jnp.minimum(jnp.exp2(z * -slope + minus_bias), 2.0**60)
       sigmoid = lanes.reciprocal(1.0 + e)
       g = sigmoid * (plan.lower_bound * LOG2_E)
-      slopes[r] = sigmoid * sigmoid * e * (plan.lower_bound * _LN2)
+      slopes[r] = sigmoid * sigmoid * e  # times the factor below
     else:
       g = jnp.maximum(z, plan.lower_bound) * LOG2_E
       slopes[r] = jnp.where(z >= plan.lower_bound, 1.0, 0.0)
@@ -591,21 +600,19 @@ def _finish(plan, lanes, slope, s):
   d_sums = {}
   for r in lanes.rows:
     decay = at.relative(sums[r])
-    plus, minus = jnp.exp2(decay), jnp.exp2(-decay)
+    plus, minus = jnp.exp2(decay), jnp.exp2(0.0 - decay)
     dq, dk, dk_past = (
         lanes.load_plain(s["staging"].at[side], r) for side in range(3)
     )
-    q = lanes.load_tile(s["q_tile"], r).astype(jnp.float32)
-    k = lanes.load_tile(s["k_tile"], r).astype(jnp.float32)
-    k_past = lanes.load_tile(s["k_minus"], r).astype(jnp.float32)
+    q = lanes.widen(lanes.load_tile(s["q_tile"], r))
+    k = lanes.widen(lanes.load_tile(s["k_tile"], r))
+    k_past = lanes.widen(lanes.load_tile(s["k_minus"], r))
     d_sums[r] = q * dq + k * dk - k_past * dk_past
     dq = plus * dq
     dk = plus * dk + minus * dk_past
     if plan.raw:
       row = lambda i, r=r: lanes.load_row_value(s["rows"].at[i], r)
-      # The tile holds scale q / |q|, its norm's row scale / |q|.
-      q_dot = row(_Q_DOT) * (1.0 / plan.scale**2)
-      dq = row(Q_NORM) * (dq - q * minus * q_dot)
+      dq = row(Q_NORM) * (dq - q * minus * row(_Q_DOT))
       dk = row(K_NORM) * (dk - k * minus * (row(_K_DOT) + row(_PAST_DOT)))
     else:
       dq *= plan.scale
@@ -615,6 +622,7 @@ def _finish(plan, lanes, slope, s):
       dq, dk = jnp.where(valid, dq, 0.0), jnp.where(valid, dk, 0.0)
     lanes.store_tile(s["q_tile"], r, dq.astype(jnp.bfloat16))
     lanes.store_tile(s["k_tile"], r, dk.astype(jnp.bfloat16))
+  # Through the state after the chunk.
   gam, after = (
       lanes.load_channels(s["channels"].at[row]) for row in (_GAM, _PASSED)
   )
@@ -626,6 +634,7 @@ def _finish(plan, lanes, slope, s):
 
 def _gate_gradient(plan, lanes, slope, d_sums, slopes, after, s):
   """Sums dG backwards over rows and goes through the gate."""
+  factor = plan.lower_bound * _LN2 if plan.raw else 1.0
   lanes.store_group(s["factors"], lanes.running_sums(d_sums)[1])
   plgpu.commit_smem()
   # What the later warps' rows sum to.
@@ -634,12 +643,13 @@ def _gate_gradient(plan, lanes, slope, d_sums, slopes, after, s):
     after = lanes.where_warp_from(w, after, later)
   d_sums = lanes.sums_from_end(d_sums, after)
   d_bias, d_slope = {}, {}
+  to_dz = slope * factor if plan.raw else 1.0
   for r in lanes.rows:
     dx = d_sums[r] * slopes[r]
     z = lanes.load_plain(s["z_tile"], r)
     d_bias[r] = dx
-    dz = dx * slope if plan.raw else dx
-    d_slope[r] = dx * z.astype(jnp.float32)
+    dz = dx * to_dz
+    d_slope[r] = dx * lanes.widen(z)
     if plan.masked:
       flags = lanes.load_row_value(s["flags"], r)
       valid = (flags & VALID) != 0
@@ -647,4 +657,5 @@ def _gate_gradient(plan, lanes, slope, d_sums, slopes, after, s):
     lanes.store_plain(s["z_tile"], r, dz.astype(z.dtype))
   plgpu.commit_smem()  # The totals are read.
   for i, values in enumerate((d_bias, d_slope)):
-    lanes.store_group(s["sums"].at[i], lanes.running_sums(values)[1])
+    total = lanes.running_sums(values)[1]
+    lanes.store_group(s["sums"].at[i], total * factor)

@@ -215,6 +215,21 @@ class Lanes:
 
     return approximate(x)
 
+  def widen(self, x: jax.Array) -> jax.Array:
+    """bf16 to fp32, an instruction an element (`astype` takes three a pair)."""
+    if self.interpret or x.dtype == jnp.float32 or self.vector == 1:
+      return x.astype(jnp.float32)
+    struct = plgpu.ShapeDtypeStruct(
+        (self.size,), jnp.float32, layout=self.layout
+    )
+
+    @plgpu.inline_mgpu(arg_types=(self.layout,), return_type=struct)
+    def convert(_, array):
+      [register] = array.registers.flat
+      return self._array(_widen(register), jnp.float32)
+
+    return convert(x)
+
   def _cast(self, x):
     return plgpu.layout_cast(jnp.broadcast_to(x, (self.size,)), self.layout)
 
@@ -593,6 +608,69 @@ class _Fragment:
         _layout=self._layout,
         _is_signed=self._signed,
     )
+
+
+def load_wide(ref, interpret: bool) -> jax.Array:
+  """A [64, 64] bf16 tile in the wgmma layout, as fp32; see `Lanes.widen`."""
+  layout = plgpu.Layout.WGMMA
+  x = plgpu.load(ref, layout=layout)
+  if interpret:
+    return x.astype(jnp.float32)
+  struct = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout)
+
+  @plgpu.inline_mgpu(arg_types=(layout,), return_type=struct)
+  def convert(_, array):
+    registers = np.empty(array.registers.shape, dtype=object)
+    for index, register in np.ndenumerate(array.registers):
+      registers[index] = _widen(register)
+    return mgpu.FragmentedArray(
+        _registers=registers, _layout=array.layout, _is_signed=None
+    )
+
+  return convert(x)
+
+
+def make_now(arrays: list[jax.Array], scratch, interpret: bool) -> None:
+  """Makes [64, 64] bf16 arrays before the next barrier, not after it.
+
+  The assembler moves arithmetic to where its result is used, past barriers; so
+  each thread stores what depends on all of its registers.
+
+  Args:
+    arrays: in the wgmma layout.
+    scratch: a plain fp32 [64] array, overwritten.
+    interpret: nothing is to be done.
+  """
+  if interpret:
+    return
+  layouts = (plgpu.Layout.WGMMA,) * len(arrays)
+
+  @plgpu.inline_mgpu(arg_types=(_THREAD, plgpu.RefType(()), *layouts))
+  def store(_, thread, memory, *arrays):
+    at = _Fragment(thread, 64)
+    word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+    total = at.constant(0)
+    for array in arrays:
+      for register in array.registers.flat:
+        total = arith.xori(total, _scalar(vector.bitcast(word, register)))
+    f32 = ir.F32Type.get()
+    total = vector.broadcast(
+        ir.VectorType.get((1,), f32), arith.bitcast(f32, total)
+    )
+    place = arith.remui(at.thread, at.constant(64))
+    vector.store(total, memory, [arith.index_castui(ir.IndexType.get(), place)])
+
+  store(opaque_thread(), scratch, *arrays)
+
+
+def _widen(pair):
+  """A vector of two bf16 as one of two fp32."""
+  i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+  word = _scalar(vector.bitcast(ir.VectorType.get((1,), i32), pair))
+  low = arith.shli(word, arith.constant(i32, 16))
+  high = arith.andi(word, arith.constant(i32, -65536))
+  halves = [arith.bitcast(f32, x) for x in (low, high)]
+  return vector.from_elements(ir.VectorType.get((2,), f32), halves)
 
 
 def _scalar(register, i=0):
