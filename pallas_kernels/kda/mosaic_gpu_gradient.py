@@ -120,20 +120,26 @@ def gradient(plan: Plan, q, k, z, beta, slope, bias, flags, saved):
           ],
           [smem((3, CHUNK, _PITCH)), smem((4, width))],
       ),
-      sums=smem((2, 4, width)),
+      totals=smem((4, width)),
+      factors=smem((4, width)),
       channels=smem((3, width)),
       rows=smem((8, CHUNK)),
       # One array, hence one register for the phases of all.
       of_two=plgpu.Barrier(num_arrivals=2, num_barriers=len(_OF_TWO)),
-      saved_ready=plgpu.Barrier(num_arrivals=7),
-      norms_barrier=plgpu.Barrier(num_arrivals=1),
-      barrier=plgpu.Barrier(num_arrivals=3),
+      saved_ready=plgpu.Barrier(num_arrivals=7, num_barriers=(1,)),
+      norms_barrier=plgpu.Barrier(num_arrivals=1, num_barriers=(1,)),
+      barrier=plgpu.Barrier(num_arrivals=3, num_barriers=(1,)),
   )
   z_tile, cross = smem((CHUNK, width), z.dtype), bf16(3 * HALF, width)
-  if z.dtype == jnp.float32:  # too large to stay: fetched again at the end
-    scratch["z_or_cross"] = plgpu.RefUnion(z_tile, cross)
+  sums = smem((2, 4, width))
+  if z.dtype == jnp.float32:
+    # Too large to stay: fetched again at the end, and dz is written over it.
+    scratch |= dict(z_or_cross=plgpu.RefUnion(z_tile, cross), sums=sums)
   else:
-    scratch |= dict(z_tile=z_tile, cross=cross)
+    # The cross tiles are dead when dz and the sums are made, and not needed
+    # before these have left; the next item's z can come meanwhile.
+    union = plgpu.RefUnion(cross, [z_tile, sums])
+    scratch |= dict(z_tile=z_tile, cross_or_out=union)
   operands = [q, k, z, beta, slope, bias, *saved]
   if plan.masked:
     scratch["flags"] = smem((CHUNK,), jnp.int32)
@@ -197,6 +203,9 @@ def _body(
   again = "z_or_cross" in refs
   if again:
     refs["z_tile"], refs["cross"] = prep_lib.members(refs.pop("z_or_cross"))
+    refs["dz_tile"] = refs["z_tile"]
+  else:
+    refs["cross"], (refs["dz_tile"], refs["sums"]) = refs.pop("cross_or_out")
   first = lax.axis_index("block")
   count = walk.count(first)
   copy = plgpu.copy_gmem_to_smem
@@ -207,20 +216,14 @@ def _body(
     # As in `mosaic_gpu_prep`: addresses that are not known before the loop. And
     # not before the next call: each phase, and some products, make their own.
     this = 0 if interpret else lanes_lib.opaque_zero()
-    s = {
-        name: ref if name.endswith(("ready", "barrier")) else ref.at[this]
-        for name, ref in refs.items()
-    }
-    s |= {name: of_two.at[this + i] for i, name in enumerate(_OF_TWO)}
-    # Dead before the sums are written.
-    return s | dict(totals=s["sums"].at[0], factors=s["sums"].at[1])
+    s = {name: ref.at[this] for name, ref in refs.items()}
+    return s | {name: of_two.at[this + i] for i, name in enumerate(_OF_TWO)}
 
   def place(i):
     b, chunk, head = walk.item(first, i)
     return b, head, chunk, pl.ds(chunk * CHUNK, CHUNK)
 
   def load_saved(i, s):
-    """All but beta, which comes with the gate."""
     b, head, chunk, rows = place(i)
     at = (b, head, chunk)
     copy(states_gm.at[at], s["state"], s["saved_ready"])
@@ -241,9 +244,8 @@ def _body(
     copy(k_gm.at[b, rows, source], s["k_tile"], s["qk_ready"])
     copy(q_gm.at[b, rows, source], s["q_tile"], s["qk_ready"])
 
-  def load_gate(i, s):
+  def load_vectors(i, s):
     b, head, _, rows = place(i)
-    load_z(i, s)
     for gm in flags_gm:
       for half in (0, HALF):
         some = pl.ds(rows.start + half, HALF)
@@ -277,8 +279,7 @@ def _body(
     sums = prep_lib.gate_sums(plan, lanes, slope, s)
     plgpu.commit_smem()
     plgpu.barrier_wait(s["qk_ready"])
-    if plan.raw:
-      plgpu.barrier_wait(s["norms_barrier"])
+    plgpu.barrier_wait(s["norms_barrier"])
     _decayed_tiles(plan, lanes, sums, s)
     plgpu.barrier_wait(s["saved_ready"])
     sync(s["barrier"])
@@ -306,7 +307,7 @@ def _body(
       plgpu.barrier_wait(s["qk_ready"])
       for of_query in (0, 1):
         prep_lib.row_norms(plan, of_query, s)
-      arrive(s["norms_barrier"])
+    arrive(s["norms_barrier"])  # and what was in the cross tiles has left
     plgpu.barrier_wait(s["saved_ready"])
     early = _early_products(plan, views)
     sync(s["barrier"])
@@ -318,17 +319,25 @@ def _body(
     store, wait = plgpu.copy_smem_to_gmem, plgpu.wait_smem_to_gmem
     more = i + 1 < count
     plgpu.barrier_wait(s["tiles_barrier"])
-    pl.when(more)(lambda: load_saved(i + 1, s))
+    if not again:
+      pl.when(more)(lambda: load_z(i + 1, s))
     store(s["q_tile"], dq_gm.at[b, rows, head])
     store(s["k_tile"], dk_gm.at[b, rows, head])
-    wait(0, wait_read_only=True)
-    pl.when(more)(lambda: load_rows(i + 1, s))
-    plgpu.barrier_wait(s["gate_barrier"])
-    store(s["z_tile"], dz_gm.at[b, rows, head])
     store(s["rows"].at[_DBETA], dbeta_gm.at[b, head, rows])
+    pl.when(more)(lambda: load_saved(i + 1, s))
+    wait(0, wait_read_only=True)
+
+    @pl.when(more)
+    def _():
+      load_rows(i + 1, s)
+      load_vectors(i + 1, s)
+
+    plgpu.barrier_wait(s["gate_barrier"])
+    store(s["dz_tile"], dz_gm.at[b, rows, head])
     store(s["sums"], sums_gm.at[b, head, chunk])
     wait(0, wait_read_only=True)
-    pl.when(more)(lambda: load_gate(i + 1, s))
+    if again:
+      pl.when(more)(lambda: load_z(i + 1, s))
 
   @pl.when(role < 2)
   def _():
@@ -339,8 +348,9 @@ def _body(
   def _():
     plgpu.set_max_registers(_PAST_REGISTERS, action="increase")
     s = views()
-    load_gate(0, s)
+    load_z(0, s)
     load_rows(0, s)
+    load_vectors(0, s)
     load_saved(0, s)
     lax.fori_loop(0, count, past_side, None)
     plgpu.wait_smem_to_gmem(0)
@@ -578,9 +588,10 @@ def _finish(plan, lanes, slope, s):
   at = prep_lib.references(lanes, s)
   if plan.raw:
     minus_bias = -lanes.load_channels(s["channels"].at[_BIAS])
-  decays, slopes = {}, {}
+  decays, slopes, logits = {}, {}, {}
   for r in lanes.rows:
-    z = lanes.widen(lanes.load_plain(s["z_tile"], r))
+    logits[r] = lanes.load_plain(s["z_tile"], r)
+    z = lanes.widen(logits[r])
     if plan.raw:
       # Bounded, so that 0 * infinity cannot arise below.
       e = jnp.minimum(jnp.exp2(z * -slope + minus_bias), 2.0**60)
@@ -595,6 +606,7 @@ def _finish(plan, lanes, slope, s):
       valid = (flags & VALID) != 0
       g = jnp.where(valid, g, 0.0)
       slopes[r] = jnp.where(valid, slopes[r], 0.0)
+      logits[r] = jnp.where(valid, logits[r], 0.0)
     decays[r] = g
   sums, _ = lanes.running_sums(decays)
   d_sums = {}
@@ -629,10 +641,10 @@ def _finish(plan, lanes, slope, s):
   after *= gam
   for w in range(4):
     after += lanes.load_channels(s["passed"].at[w])
-  return d_sums, slopes, after
+  return d_sums, slopes, logits, after
 
 
-def _gate_gradient(plan, lanes, slope, d_sums, slopes, after, s):
+def _gate_gradient(plan, lanes, slope, d_sums, slopes, logits, after, s):
   """Sums dG backwards over rows and goes through the gate."""
   factor = plan.lower_bound * _LN2 if plan.raw else 1.0
   lanes.store_group(s["factors"], lanes.running_sums(d_sums)[1])
@@ -646,16 +658,10 @@ def _gate_gradient(plan, lanes, slope, d_sums, slopes, after, s):
   to_dz = slope * factor if plan.raw else 1.0
   for r in lanes.rows:
     dx = d_sums[r] * slopes[r]
-    z = lanes.load_plain(s["z_tile"], r)
     d_bias[r] = dx
-    dz = dx * to_dz
-    d_slope[r] = dx * lanes.widen(z)
-    if plan.masked:
-      flags = lanes.load_row_value(s["flags"], r)
-      valid = (flags & VALID) != 0
-      d_slope[r] = jnp.where(valid, d_slope[r], 0.0)
-    lanes.store_plain(s["z_tile"], r, dz.astype(z.dtype))
-  plgpu.commit_smem()  # The totals are read.
+    d_slope[r] = dx * lanes.widen(logits[r])
+    dz = (dx * to_dz).astype(s["dz_tile"].dtype)
+    lanes.store_plain(s["dz_tile"], r, dz)
   for i, values in enumerate((d_bias, d_slope)):
     total = lanes.running_sums(values)[1]
     lanes.store_group(s["sums"].at[i], total * factor)
