@@ -620,14 +620,14 @@ def _finish(plan, lanes, slope, s):
     k = lanes.widen(lanes.load_tile(s["k_tile"], r))
     k_past = lanes.widen(lanes.load_tile(s["k_minus"], r))
     d_sums[r] = q * dq + k * dk - k_past * dk_past
-    dq = plus * dq
-    dk = plus * dk + minus * dk_past
     if plan.raw:
       row = lambda i, r=r: lanes.load_row_value(s["rows"].at[i], r)
-      dq = row(Q_NORM) * (dq - q * minus * row(_Q_DOT))
-      dk = row(K_NORM) * (dk - k * minus * (row(_K_DOT) + row(_PAST_DOT)))
+      dq = row(Q_NORM) * (plus * dq - minus * (q * row(_Q_DOT)))
+      dk_past -= k * (row(_K_DOT) + row(_PAST_DOT))
+      dk = row(K_NORM) * (plus * dk + minus * dk_past)
     else:
-      dq *= plan.scale
+      dq = plus * dq * plan.scale
+      dk = plus * dk + minus * dk_past
     if plan.masked:
       flags = lanes.load_row_value(s["flags"], r)
       valid = (flags & VALID) != 0
