@@ -348,9 +348,9 @@ def gate_sums(plan, lanes, slope, s):
     bias = lanes.load_channels(s["channels"].at[0])
   decays = {}
   for r in lanes.rows:
-    z = lanes.load_plain(s["z_tile"], r).astype(jnp.float32)
+    z = lanes.widen(lanes.load_plain(s["z_tile"], r))
     if plan.raw:
-      e = jnp.exp2(-(z * slope + bias))
+      e = jnp.exp2(z * -slope - bias)
       g = lanes.reciprocal(1.0 + e) * (plan.lower_bound * LOG2_E)
     else:
       g = jnp.maximum(z, plan.lower_bound) * LOG2_E
@@ -372,7 +372,7 @@ def row_norms(plan, role, s):
       squares = 0.0
       for start in range(0, s[name].shape[1], 64):  # fewer registers at once
         piece = s[name].at[:, pl.ds(start, 64)]
-        x = plgpu.load(piece, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+        x = lanes_lib.load_wide(piece, plan.interpret is not None)
         squares += jnp.sum(x * x, axis=1)
       norm = lax.rsqrt(squares + NORM_EPSILON) * scale
       if r == Q_NORM:
@@ -420,8 +420,8 @@ def _decayed_tiles(plan, lanes, sums, s):
   for r in lanes.rows:
     decay = at.relative(sums[r])
     plus, minus = jnp.exp2(decay), jnp.exp2(-decay)
-    k = lanes.load_tile(s["k_tile"], r).astype(jnp.float32)
-    q = lanes.load_tile(s["q_tile"], r).astype(jnp.float32)
+    k = lanes.widen(lanes.load_tile(s["k_tile"], r))
+    q = lanes.widen(lanes.load_tile(s["q_tile"], r))
     if plan.raw:
       k *= lanes.load_row_value(s["rows"].at[K_NORM], r)
       q *= lanes.load_row_value(s["rows"].at[Q_NORM], r)
@@ -469,7 +469,8 @@ class References:
 
   def relative(self, running):
     """G - R exactly, G being rounded to the grid."""
-    return ((self.base + running) + _TO_GRID) - _TO_GRID - self.middle
+    # Multiples of the grid: the two subtractions are exact, and so is their sum.
+    return ((self.base + running) + _TO_GRID) - (_TO_GRID + self.middle)
 
 
 def references(lanes, s) -> References:
