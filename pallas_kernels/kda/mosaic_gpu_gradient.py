@@ -279,7 +279,6 @@ def _body(
     sums = prep_lib.gate_sums(plan, lanes, slope, s)
     plgpu.commit_smem()
     plgpu.barrier_wait(s["qk_ready"])
-    plgpu.barrier_wait(s["norms_barrier"])
     _decayed_tiles(plan, lanes, sums, s)
     plgpu.barrier_wait(s["saved_ready"])
     sync(s["barrier"])
@@ -324,13 +323,13 @@ def _body(
     store(s["q_tile"], dq_gm.at[b, rows, head])
     store(s["k_tile"], dk_gm.at[b, rows, head])
     store(s["rows"].at[_DBETA], dbeta_gm.at[b, head, rows])
-    pl.when(more)(lambda: load_saved(i + 1, s))
     wait(0, wait_read_only=True)
 
     @pl.when(more)
-    def _():
+    def _():  # In the order in which they are waited for.
       load_rows(i + 1, s)
       load_vectors(i + 1, s)
+      load_saved(i + 1, s)
 
     plgpu.barrier_wait(s["gate_barrier"])
     store(s["dz_tile"], dz_gm.at[b, rows, head])
@@ -372,6 +371,7 @@ def _decayed_tiles(plan, lanes, sums, s):
   factors = lanes.where_warp_from(3, tail, factors)
   lanes.store_group(s["factors"], jnp.exp2(factors))
   lanes.store_channels(s["channels"].at[_GAM], gam)
+  plgpu.barrier_wait(s["norms_barrier"])
   for r in lanes.rows:
     decay = at.relative(sums[r])
     plus, minus = jnp.exp2(decay), jnp.exp2(0.0 - decay)
@@ -522,31 +522,40 @@ def _early_products(plan, views):
     v' dS^T, and the earlier side's scores as `_two_parts`: of q, then of k.
   """
   interpret = plan.interpret is not None
-  s = views()
-  width = s["q_tile"].shape[1]
-  square = CHUNK, CHUNK
-  for first in range(0, width, CHUNK):
-    columns = pl.ds(first, CHUNK)
-    state, ds = (s[name].at[:, columns] for name in ("state", "ds"))
-    dots = _product(square, [(state.transpose((1, 0)), ds)], None)
-    passed = s["channels"].at[_PASSED, columns]
-    lanes_lib.store_diagonal(dots, passed, interpret)
+  width = views()["q_tile"].shape[1]
+  columns = [pl.ds(first, CHUNK) for first in range(0, width, CHUNK)]
 
-  def product(shape, name, transposed):
+  def multiply(acc, name, transposed):
     s = views()
     rows = s[name].transpose((1, 0)) if transposed else s[name]
-    terms = [(s[part], rows) for part in ("v_new", "v_low")]
-    return _product(shape, terms, None)
+    for part in ("v_new", "v_low"):
+      plgpu.wgmma(acc, s[part], rows)
 
-  of_query = _two_parts(plan, product(square, "do", True), False, True, s)
-  score = product(square, "dr", True)
-  lanes_lib.store_diagonal(score, s["rows"].at[_DBETA], interpret)
-  score *= _minus_mantissa(plan, s, square, axis=1)
-  of_key = _two_parts(plan, score, False, False, s)
-  tile = product((CHUNK, width), "ds", False)
-  free = s["rows"].at[_PAST_DOT]  # written for good after the next barrier
-  lanes_lib.make_now([*of_query, *of_key], free, interpret)
-  return tile, of_query, of_key
+  def products(tile, d_query, d_key, *dots):
+    s, in_flight = views(), len(dots) + 4
+    for acc, window in zip(dots, columns, strict=True):
+      state, ds = (s[name].at[:, window] for name in ("state", "ds"))
+      plgpu.wgmma(acc, state.transpose((1, 0)), ds)
+    multiply(d_query, "do", True)
+    multiply(d_key, "dr", True)
+    for acc, window in zip(dots, columns, strict=True):
+      in_flight -= 1
+      dot = plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
+      passed = s["channels"].at[_PASSED, window]
+      lanes_lib.store_diagonal(dot, passed, interpret)
+    multiply(tile, "ds", False)
+    score = plgpu.wgmma_accumulator_load(d_query, wait_n=4)
+    of_query = _two_parts(plan, score, False, True, s)
+    score = plgpu.wgmma_accumulator_load(d_key, wait_n=2)
+    lanes_lib.store_diagonal(score, s["rows"].at[_DBETA], interpret)
+    score *= _minus_mantissa(plan, s, score.shape, axis=1)
+    of_key = _two_parts(plan, score, False, False, s)
+    free = s["rows"].at[_PAST_DOT]  # written for good after the next barrier
+    lanes_lib.make_now([*of_query, *of_key], free, interpret)
+    return plgpu.wgmma_accumulator_load(tile), of_query, of_key
+
+  squares = [plgpu.ACC((CHUNK, CHUNK)) for _ in range(2 + len(columns))]
+  return pl.run_scoped(products, plgpu.ACC((CHUNK, width)), *squares)
 
 
 def _beta_gradient(plan, s):
