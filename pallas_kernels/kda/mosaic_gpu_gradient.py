@@ -49,7 +49,7 @@ _PITCH = 128 + 8  # fp32 words of a row: wgmma rows then start in other banks
 # moved to the other half's R would be too small for bf16 under strong decay.
 _CORNER_SHIFT = 32
 # Rows of the small [64] vectors.
-_Q_DOT, _K_DOT, _PAST_DOT, _DBETA = range(4, 8)  # after prep's
+_PAST_DOT, _DBETA = range(4, 6)  # after prep's
 _BIAS, _GAM, _PASSED = range(3)
 # Of a launch's 3 x 168 per thread.
 _LATER_REGISTERS, _PAST_REGISTERS = 152, 200
@@ -110,20 +110,21 @@ def gradient(plan: Plan, q, k, z, beta, slope, bias, flags, saved):
       q_tile=bf16(CHUNK, width),
       k_tile=bf16(CHUNK, width),
       k_minus=bf16(CHUNK, width),
-      # Only the gradient of k- reads dS, which comes last, and before it
-      # writes `passed`: one way or the other that lies where nothing else does.
+      # Only the early products read dS, which comes last. What is written
+      # after them and before the staging, `passed` and `norms`, lies in it or
+      # where nothing else does.
       union=plgpu.RefUnion(
           [
               bf16(values, width),
               *(bf16(CHUNK, values) for _ in range(4)),
               bf16(values, width),
           ],
-          [smem((3, CHUNK, _PITCH)), smem((4, width))],
+          [smem((3, CHUNK, _PITCH)), smem((4, width)), smem((CHUNK, 4))],
       ),
       totals=smem((4, width)),
       factors=smem((4, width)),
       channels=smem((3, width)),
-      rows=smem((8, CHUNK)),
+      rows=smem((6, CHUNK)),
       # One array, hence one register for the phases of all.
       of_two=plgpu.Barrier(num_arrivals=2, num_barriers=len(_OF_TWO)),
       saved_ready=plgpu.Barrier(num_arrivals=7, num_barriers=(1,)),
@@ -195,11 +196,11 @@ def _body(
   flags_gm, outputs = rest[:-5], rest[-5:]
   dq_gm, dk_gm, dz_gm, dbeta_gm, sums_gm = outputs
   role = lax.axis_index("warpgroup")
-  saved, (staging, passed) = scratch.pop("union")
+  saved, (staging, passed, norms) = scratch.pop("union")
   names = ("state", "v_new", "v_low", "dr", "do", "ds")
   of_two = scratch.pop("of_two")
   refs = scratch | dict(zip(names, saved, strict=True))
-  refs |= dict(staging=staging, passed=passed)
+  refs |= dict(staging=staging, passed=passed, norms=norms)
   again = "z_or_cross" in refs
   if again:
     refs["z_tile"], refs["cross"] = prep_lib.members(refs.pop("z_or_cross"))
@@ -473,9 +474,9 @@ def _minus_mantissa(plan, s, shape, axis=0):
   return lax.broadcast_in_dim(-_mantissa(s, axis), shape, (axis,))
 
 
-def _key_dot(plan, s, dot):
+def _key_dot(s, dot):
   """A key's <k, dk>, both as without its norm."""
-  return dot * _mantissa(s) * _mantissa(s) if plan.raw else dot
+  return dot * _mantissa(s) * _mantissa(s)
 
 
 def _later_side(plan, s, side, rows_name):
@@ -502,12 +503,16 @@ def _later_side(plan, s, side, rows_name):
   tile = _where_flag(plan, s, READS_STATE, tile)
   terms = [(inner, s["k_minus"]), (corner, s["cross"].at[pl.ds(0, CHUNK)])]
   tile = _product(tile, terms, _stage(s, side))
-  dot = _row_dot(plan, tile, s[tile_name])
-  if side == 0:
-    # The tile holds scale q / |q|, its norm's row scale / |q|.
-    s["rows"][_Q_DOT] = dot * (1.0 / plan.scale**2)
-  else:
-    s["rows"][_K_DOT] = _key_dot(plan, s, dot)
+  if plan.raw:
+    dot = _row_dot(plan, tile, s[tile_name])
+    if side == 0:
+      # The tile holds scale q / |q|, its norm's row scale / |q|.
+      dot *= 1.0 / plan.scale**2
+    else:
+      dot = _key_dot(s, dot)
+    norm = plgpu.load(s["rows"].at[(Q_NORM, K_NORM)[side]], layout=ROW)
+    for column, x in enumerate((norm, dot)):
+      s["norms"].at[:, 2 * side + column][...] = x
   return tile
 
 
@@ -578,7 +583,8 @@ def _past_side(plan, early, views):
     cross = s["cross"].at[pl.ds(window, CHUNK)]
     terms += zip(score, (s[name], cross), strict=True)
   tile = _product(tile, terms, _stage(s, 2))
-  s["rows"][_PAST_DOT] = _key_dot(plan, s, _row_dot(plan, tile, s["k_minus"]))
+  if plan.raw:
+    s["rows"][_PAST_DOT] = _key_dot(s, _row_dot(plan, tile, s["k_minus"]))
   return tile
 
 
@@ -630,10 +636,10 @@ def _finish(plan, lanes, slope, s):
     k_past = lanes.widen(lanes.load_tile(s["k_minus"], r))
     d_sums[r] = q * dq + k * dk - k_past * dk_past
     if plan.raw:
-      row = lambda i, r=r: lanes.load_row_value(s["rows"].at[i], r)
-      dq = row(Q_NORM) * (plus * dq - minus * (q * row(_Q_DOT)))
-      dk_past -= k * (row(_K_DOT) + row(_PAST_DOT))
-      dk = row(K_NORM) * (plus * dk + minus * dk_past)
+      q_norm, q_dot, k_norm, k_dot = lanes.load_row_values(s["norms"], r)
+      k_dot += lanes.load_row_value(s["rows"].at[_PAST_DOT], r)
+      dq = q_norm * (plus * dq - minus * (q * q_dot))
+      dk = k_norm * (plus * dk + minus * (dk_past - k * k_dot))
     else:
       dq = plus * dq * plan.scale
       dk = plus * dk + minus * dk_past

@@ -163,6 +163,29 @@ class Lanes:
       return ref[...].reshape(4, ROWS, 1)
     return self._load(ref, lambda at: (at.row(row),), (), scalar=True)
 
+  def load_row_values(self, ref, row) -> list[jax.Array]:
+    """As `load_row_value`, of the four columns of a plain [64, 4] array."""
+    if self.interpret:
+      return [ref[:, i].reshape(4, ROWS, 1) for i in range(4)]
+    half = self._static_half
+    struct = plgpu.ShapeDtypeStruct((self.size,), ref.dtype, layout=self.layout)
+
+    @plgpu.inline_mgpu(
+        arg_types=(_THREAD, plgpu.RefType(())), return_type=[struct] * 4
+    )
+    def load(_, thread, memory):
+      at = _Position(thread, self.width, half)
+      element = ir.MemRefType(memory.type).element_type
+      index = at.row(row), _index_constant(0)
+      values = vector.load(ir.VectorType.get((4,), element), memory, index)
+      kind = ir.VectorType.get((self.vector,), element)
+      return [
+          self._array(vector.broadcast(kind, _scalar(values, i)), ref.dtype)
+          for i in range(4)
+      ]
+
+    return load(self.thread, ref)
+
   def where_warp_from(self, level: int, x, y) -> jax.Array:
     """x in warps >= level, y below."""
     if self.interpret:
