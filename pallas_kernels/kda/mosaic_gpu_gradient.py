@@ -52,7 +52,7 @@ _CORNER_SHIFT = 32
 _PAST_DOT, _DBETA = range(4, 6)  # after prep's
 _BIAS, _GAM, _PASSED = range(3)
 # Of a launch's 3 x 168 per thread.
-_LATER_REGISTERS, _PAST_REGISTERS = 152, 200
+_LATER_REGISTERS, _PAST_REGISTERS = 160, 184
 # Barriers of two arrivals: two copies, or two warpgroups.
 _OF_TWO = (
     "z_ready",
