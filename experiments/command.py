@@ -1,8 +1,12 @@
-"""What every command shares: the --config flag, and one-line errors."""
+"""What every command shares: --config, --workdir, and one-line errors."""
 
 from collections.abc import Callable
+from collections.abc import Generator
 from collections.abc import Sequence
+import contextlib
 import difflib
+import importlib.machinery
+import importlib.util
 import re
 import sys
 from typing import Any
@@ -23,14 +27,31 @@ from sparsemm_jax.training import checkpoint
 from sparsemm_jax.training import loop
 from sparsemm_jax.training import state
 
+EVALUATION = "evaluation.json"  # `evaluate` writes it, `report` reads it
+
 _OVERRIDE = re.compile(r"--?config\.([^=]+)=(.*)")
 _USER_ERRORS = (
     config_lib.ConfigError,
     data.DataError,
     checkpoint.CheckpointError,
     loop.TrainingError,
-    FileNotFoundError,
+    OSError,
 )
+_IMPLEMENTATIONS = {  # part of an operation's name -> the field that chooses
+    "kda": "model.kda.implementation",
+    "attn_res": "model.attn_res_implementation",
+    "grouped_matmul": "model.moe.implementation",
+}
+
+
+def define_workdir(description: str) -> flags.FlagHolder[str]:
+  """Defines --workdir, which must be set."""
+  flags.disclaim_key_flags()  # --help shows it with the command's own flags
+  holder = flags.DEFINE_string("workdir", None, description, required=True)
+  flags.register_validator(
+      holder, lambda value: value != "", "must name a folder"
+  )
+  return holder
 
 
 def define_config() -> Callable[[], config_lib.RunConfig]:
@@ -39,25 +60,21 @@ def define_config() -> Callable[[], config_lib.RunConfig]:
   `--config=configs/tiny.py --config.optim.learning_rate=1e-3`; a field that
   may be unset takes `--config.optim.qk_clip_threshold=None`.
   """
-  flags.disclaim_key_flags()  # --help shows it with the command's own flags
+  flags.disclaim_key_flags()
   holder = config_flags.DEFINE_config_file(
       "config",
       None,
       "A python file with get_config(), such as configs/tiny.py; fields are"
       " changed with --config.<section>.<field>=<value>.",
-      lock_config=True,
       sys_argv=_config_argv,
   )
+  flags.FLAGS[holder.name].parser = _ConfigFile()
 
   def read():
     if holder.value is None:
       raise config_lib.ConfigError("--config is not set")
     values = holder.value
-    try:
-      ignore_type = values.ignore_type
-    except OSError as error:  # kept until the value is first used
-      raise config_lib.ConfigError(f"--config: {error}") from None
-    with ignore_type():
+    with values.ignore_type():
       for path in _unset:
         *parents, name = _steps(path)
         node = values
@@ -71,6 +88,32 @@ def define_config() -> Callable[[], config_lib.RunConfig]:
 
 _unset: list[str] = []  # fields that flags set to None
 _config_argv: list[str] = []  # where --config looks for its overrides
+
+
+class _ConfigFile(flags.ArgumentParser):
+  """Loads the file that --config names; what is wrong with it is one line."""
+
+  def parse(self, path):
+    file, *argument = path.split(":", 1)
+    loader = importlib.machinery.SourceFileLoader("config_file", file)
+    try:
+      module = importlib.util.module_from_spec(
+          importlib.util.spec_from_loader(loader.name, loader)
+      )
+      sys.modules[loader.name] = module
+      loader.exec_module(module)
+      values = module.get_config(*argument)
+    except Exception as error:
+      reason = (str(error).splitlines() or [""])[0]
+      raise flags.Error(
+          f"--config: {file}: {type(error).__name__}: {reason}"
+      ) from None
+    if not isinstance(values, ml_collections.ConfigDict):
+      raise flags.Error(
+          f"--config: {file}: get_config() must return to_config_dict("
+          f"RunConfig(...)), got {type(values).__name__}"
+      )
+    return values.lock()
 
 
 class Run(NamedTuple):
@@ -106,19 +149,52 @@ def load_run(workdir: str) -> Run:
   return Run(path, config, checkpoint.load_step(path), variables)
 
 
-def run(main: Callable[[Sequence[str]], Any]) -> None:
-  """Runs a command; bad input gets one line and exit status 2."""
-  app.run(_guarded(main), flags_parser=_parse_flags)
+@contextlib.contextmanager
+def output(path: epath.Path) -> Generator[epath.Path]:
+  """Makes a file beside `path`, and moves it there when it is written.
+
+  Raises:
+    OSError: before anything is done, if the file could not be written.
+  """
+  if path.exists():
+    path.open("a").close()
+  part = path.with_name(f"part-{path.name}")
+  part.touch()
+  try:
+    yield part
+    part.replace(path)
+  finally:
+    part.unlink(missing_ok=True)
 
 
-def _guarded(main):
+def run(
+    main: Callable[[Sequence[str]], Any], *, takes_arguments: bool = False
+) -> None:
+  """Runs a command; bad input gets one line and exit status 2.
+
+  Args:
+    main: takes argv without its flags.
+    takes_arguments: whether anything may follow the command's name in it.
+  """
+  app.run(_guarded(main, takes_arguments), flags_parser=_parse_flags)
+
+
+def _guarded(main, takes_arguments):
   def guarded(argv):
+    if argv[1:] and not takes_arguments:
+      _fail(f"unexpected argument {argv[1]!r}: flags start with --")
     if not flags.FLAGS["verbosity"].present:
       logging.set_verbosity(logging.WARNING)  # orbax is talkative
     try:
       return main(argv)
     except _USER_ERRORS as error:
       _fail(error)
+    except NotImplementedError as error:  # of an implementation that is named
+      operation = str(error).partition(":")[0]
+      for part, field in _IMPLEMENTATIONS.items():
+        if part in operation:
+          _fail(f"config.{field}: {error}")
+      raise
 
   return guarded
 
@@ -149,8 +225,6 @@ def _parse_flags(argv: Sequence[str]) -> list[str]:
       _fail(message)
     _config_argv[:] = kept
     return flags.FLAGS(kept)
-  except OSError as error:  # the loader's message lists what it tried
-    _fail(f"--config: {error}")
   except (
       flags.Error, config_lib.ConfigError, AttributeError, KeyError, IndexError,
       TypeError, ValueError,

@@ -17,24 +17,30 @@ import numpy as np
 
 from experiments import command
 from sparsemm_jax import balancing
+from sparsemm_jax import config as config_lib
 from sparsemm_jax import training
 from sparsemm_jax.training import evaluation
 
-FILE_NAME = "evaluation.json"
-
-_WORKDIR = flags.DEFINE_string(
-    "workdir", None, "A run's folder, or one checkpoint in it.", required=True
-)
+_WORKDIR = command.define_workdir("A run's folder, or one checkpoint in it.")
 _BATCHES = flags.DEFINE_integer(
-    "batches", None, "Batches per source; default: train.eval_batches."
+    "batches", None, "Batches per source; default: train.eval_batches.",
+    lower_bound=1,
+)  # fmt: skip
+_CAPTIONS = flags.DEFINE_integer(
+    "captions", 512, "Questions about images.", lower_bound=0
 )
-_CAPTIONS = flags.DEFINE_integer("captions", 512, "Questions about images.")
 
 
 def main(argv) -> None:
   """Evaluates; see the module's docstring."""
   del argv
   run = command.load_run(_WORKDIR.value)
+  with command.output(run.workdir / command.EVALUATION) as file:
+    file.write_text(json.dumps(_evaluate(run), indent=2) + "\n")
+
+
+def _evaluate(run: command.Run) -> dict[str, Any]:
+  """Prints and returns what the command finds."""
   config = run.config
   stage = config.train.stages[-1]
   variables = run.variables
@@ -72,16 +78,26 @@ def main(argv) -> None:
       f" {[round(value, 2) for value in violations]}"
   )
   if _CAPTIONS.value and _has_digits(config):
+    results |= _ask(config, variables)
+  return results
+
+
+def _ask(config, variables) -> dict[str, Any]:
+  """The part of the results on captions; empty if the model cannot answer."""
+  try:
     captions = evaluation.captions(config, variables, limit=_CAPTIONS.value)
-    accuracy = float(np.mean([caption.right for caption in captions]))
-    results["captions"] = {
-        "accuracy": accuracy,
-        "questions": len(captions),
-        "samples": [_sample(caption) for caption in captions[:8]],
-    }
-    print(f"captions: {accuracy:.1%} of {len(captions)} answers right")
-  path = run.workdir / FILE_NAME
-  path.write_text(json.dumps(results, indent=2) + "\n")
+  except config_lib.ConfigError as error:  # of balancing: it cannot decode
+    print(f"captions: none, as {error}")
+    return {}
+  accuracy = float(np.mean([caption.right for caption in captions]))
+  print(f"captions: {accuracy:.1%} of {len(captions)} answers right")
+  return {
+      "captions": {
+          "accuracy": accuracy,
+          "questions": len(captions),
+          "samples": [_sample(caption) for caption in captions[:8]],
+      }
+  }
 
 
 def _bigram(config, source):

@@ -20,9 +20,7 @@ from sparsemm_jax.data import pipeline
 from sparsemm_jax.inference import generate
 from sparsemm_jax.training import evaluation
 
-_WORKDIR = flags.DEFINE_string(
-    "workdir", None, "A run's folder, or one checkpoint in it.", required=True
-)
+_WORKDIR = command.define_workdir("A run's folder, or one checkpoint in it.")
 _PROMPT = flags.DEFINE_string("prompt", "", "Text to continue.")
 _IMAGE = flags.DEFINE_string("image", None, "An image file to ask about.")
 _SAMPLE_IMAGE = flags.DEFINE_bool(

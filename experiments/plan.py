@@ -57,4 +57,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-  command.run(main)
+  command.run(main, takes_arguments=True)

@@ -11,37 +11,58 @@ import json
 import textwrap
 from typing import Any
 
-from absl import flags
 from etils import epath
 from matplotlib import figure
 from matplotlib import gridspec
 import numpy as np
 
 from experiments import command
-from experiments import evaluate
 from sparsemm_jax import config as config_lib
+from sparsemm_jax import data
 from sparsemm_jax.training import curriculum
 from sparsemm_jax.training import metrics as metrics_lib
+
+_WORKDIR = command.define_workdir("A run's folder, evaluated.")
+_LOSSES = {"train/loss_text": "text", "train/loss_image_text": "captions"}
 
 
 def main(argv) -> None:
   """Draws; see the module's docstring."""
   del argv
-  workdir = epath.Path(flags.FLAGS.workdir)
+  workdir = epath.Path(_WORKDIR.value)
+  path = workdir / "config.json"
   config = config_lib.from_config_dict(
-      _read_json(workdir / "config.json", "train")
+      _read_json(path, "train first, and name the run's folder"),
+      path=f"{path}: config",
   )
-  metrics = metrics_lib.read(workdir)
-  results = _read_json(workdir / evaluate.FILE_NAME, "evaluate")
+  metrics = _read_metrics(workdir, config.train.log_every)
+  results = _read_json(workdir / command.EVALUATION, "evaluate first")
   path = workdir / "report.png"
-  draw(config, metrics, results).savefig(path, dpi=110)
+  with command.output(path) as file:
+    draw(config, metrics, results).savefig(file, dpi=110)
   print(f"wrote {path}")
 
 
-def _read_json(path: epath.Path, command_name: str) -> dict[str, Any]:
+def _read_json(path: epath.Path, otherwise: str) -> dict[str, Any]:
   if not path.exists():
-    raise FileNotFoundError(f"{path} is missing: {command_name} first")
-  return json.loads(path.read_text())
+    raise data.DataError(f"{path} is missing: {otherwise}")
+  try:
+    return dict(json.loads(path.read_text()))
+  except (ValueError, TypeError) as error:
+    raise data.DataError(f"{path} is damaged: {error}") from None
+
+
+def _read_metrics(workdir: epath.Path, log_every: int):
+  try:
+    metrics = metrics_lib.read(workdir)
+  except ValueError as error:
+    raise data.DataError(str(error)) from None
+  if not metrics.keys() >= _LOSSES.keys():
+    raise data.DataError(
+        f"{workdir / metrics_lib.FILE_NAME} has no training loss yet: it gets"
+        f" one every train.log_every={log_every} steps"
+    )
+  return metrics
 
 
 def draw(
@@ -59,10 +80,7 @@ def draw(
   result = figure.Figure(figsize=(13, 9), layout="constrained")
   grid = gridspec.GridSpec(3, 2, result, height_ratios=(3, 3, 2.2))
   losses, balance = (result.add_subplot(grid[0, i]) for i in range(2))
-  for name, label in (
-      ("train/loss_text", "text"),
-      ("train/loss_image_text", "captions"),
-  ):
+  for name, label in _LOSSES.items():
     steps, values = metrics[name]
     losses.plot(steps, values / np.log(2), label=label)
   losses.set(ylabel="training loss, bits per token", yscale="log")

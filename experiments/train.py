@@ -9,16 +9,12 @@ before it stops. `<workdir>/config.json` keeps the config, `metrics.jsonl` and
 
 import sys
 
-from absl import flags
-
 from experiments import command
 from sparsemm_jax import planning
 from sparsemm_jax import training
 from sparsemm_jax.training import loop
 
-_WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Folder of the run; made if missing.", required=True
-)
+_WORKDIR = command.define_workdir("Folder of the run; made if missing.")
 _config = command.define_config()
 
 

@@ -7,7 +7,6 @@ turns the result back into checked dataclasses. Every message names the field.
 
 import dataclasses
 import difflib
-import math
 import types
 import typing
 from typing import Any
@@ -15,12 +14,23 @@ from typing import Any
 import ml_collections
 from ml_collections import config_dict
 
+from pallas_kernels import kda
+
 DTYPES = ("float32", "bfloat16", "float16")
 BALANCING = (
     "quantile", "quantile_pooled", "sequence_quantile", "sign", "switch_loss",
     "none",
 )  # fmt: skip
-EXCHANGES = ("gather", "all_to_all")
+EXCHANGES = (None, "gather", "all_to_all")
+KDA_IMPLEMENTATIONS = (None, "mosaic_gpu", "mosaic_tpu", "chunked", "reference")
+ATTN_RES_IMPLEMENTATIONS = (None, "mosaic_gpu", "mosaic_tpu", "reference")
+GROUPED_MATMUL_IMPLEMENTATIONS = (
+    None,
+    "mosaic_gpu",
+    "ragged_dot",
+    "xla",
+    "reference",
+)
 REMAT = ("none", "dots", "full")
 SOURCE_KINDS = ("digits", "python_text", "text", "jsonl", "array_record")
 TOKENIZERS = ("byte", "tokenizers", "sentencepiece")
@@ -44,12 +54,14 @@ def _require_positive(config: Any, *names: str) -> None:
     )
 
 
-def _require_choice(config: Any, name: str, choices: tuple[str, ...]) -> None:
+def _require_choice(
+    config: Any, name: str, choices: tuple[str | None, ...]
+) -> None:
   value = getattr(config, name)
   _require(
       value in choices,
-      f"{type(config).__name__}.{name} must be one of {', '.join(choices)};"
-      f" got {value!r}",
+      f"{type(config).__name__}.{name} must be one of"
+      f" {', '.join(map(str, choices))}; got {value!r}",
   )
 
 
@@ -76,10 +88,11 @@ class KdaConfig:
         f"KdaConfig.num_value_heads={self.num_value_heads} is not a multiple"
         f" of num_heads={self.num_heads}",
     )
+    _require_choice(self, "implementation", KDA_IMPLEMENTATIONS)
+    lowest = kda.safe_lower_bound("bfloat16")  # and in the wider dtypes
     _require(
-        math.isfinite(self.lower_bound) and self.lower_bound < 0,
-        "KdaConfig.lower_bound must be finite and negative, got"
-        f" {self.lower_bound}",
+        lowest < self.lower_bound < 0,
+        f"KdaConfig.lower_bound={self.lower_bound} is not in ({lowest:.4f}, 0)",
     )
 
   @property
@@ -169,8 +182,8 @@ class MoeConfig:
     for name in ("pool_decay", "sequence_weight", "sequence_decay"):
       value = getattr(self, name)
       _require(0.0 <= value <= 1.0, f"MoeConfig.{name}={value} not in [0, 1]")
-    if self.exchange is not None:
-      _require_choice(self, "exchange", EXCHANGES)
+    _require_choice(self, "implementation", GROUPED_MATMUL_IMPLEMENTATIONS)
+    _require_choice(self, "exchange", EXCHANGES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -267,6 +280,7 @@ class ModelConfig:
         f"ModelConfig.num_dense_layers={self.num_dense_layers} must be between"
         f" 0 and num_layers={self.num_layers}",
     )
+    _require_choice(self, "attn_res_implementation", ATTN_RES_IMPLEMENTATIONS)
     _require_choice(self, "dtype", DTYPES)
     _require_choice(self, "param_dtype", DTYPES)
     _require_choice(self, "remat", REMAT)

@@ -4,11 +4,16 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
+import re
 
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
+import jax.numpy as jnp
 
+from pallas_kernels import attn_res
+from pallas_kernels import grouped_matmul
+from pallas_kernels import kda
 from sparsemm_jax import config as config_lib
 from sparsemm_jax.data import pipeline
 from sparsemm_jax.models import presets
@@ -91,7 +96,11 @@ class MessagesTest(parameterized.TestCase):
       ("model.d_model", 0, "ModelConfig.d_model must be positive, got 0"),
       ("model.num_dense_layers", 99, "ModelConfig.num_dense_layers=99"),
       ("model.kda.num_value_heads", 3, "KdaConfig.num_value_heads=3"),
-      ("model.kda.lower_bound", 0.0, "KdaConfig.lower_bound"),
+      ("model.kda.lower_bound", 0.0, "KdaConfig.lower_bound=0.0"),
+      ("model.kda.lower_bound", -9.0, "is not in (-5.9146, 0)"),
+      ("model.kda.implementation", "xla", "KdaConfig.implementation must be"),
+      ("model.attn_res_implementation", "xla", "attn_res_implementation must"),
+      ("model.moe.implementation", "chunked", "MoeConfig.implementation must"),
       ("model.moe.num_experts_per_token", 16, "must be below num_experts=16"),
       ("model.moe.balancing", "luck", "MoeConfig.balancing must be one of"),
       ("model.vision.head_dim", 30, "VisionConfig.head_dim=30"),
@@ -117,6 +126,24 @@ class MessagesTest(parameterized.TestCase):
       config_lib.from_config_dict(values)
     self.assertIn(message, str(caught.exception))
     self.assertNotIn("\n", str(caught.exception))
+
+  @parameterized.parameters(
+      (kda.fused_kda, [(1, 1, 1, 1)] * 4 + [(1, 1, 1), (1,), (1, 1)],
+       config_lib.KDA_IMPLEMENTATIONS),
+      (attn_res.attn_res, [(1, 1, 1), (1,), (1,)], config_lib.ATTN_RES_IMPLEMENTATIONS),
+      (grouped_matmul.grouped_matmul, [(1, 1), (1, 1, 1)],
+       config_lib.GROUPED_MATMUL_IMPLEMENTATIONS),
+  )  # fmt: skip
+  def test_the_implementations_are_those_of_the_kernels(
+      self, function, shapes, names
+  ):
+    arguments = [jnp.zeros(shape) for shape in shapes]
+    if function is grouped_matmul.grouped_matmul:
+      arguments.append(jnp.ones(1, jnp.int32))
+    with self.assertRaisesRegex(
+        ValueError, re.escape(f"not one of {sorted(names[1:])}")
+    ):
+      function(*arguments, implementation="foo")
 
   def test_images_need_a_vision_tower(self):
     stage = config_lib.StageConfig(steps=1, max_patches=4)

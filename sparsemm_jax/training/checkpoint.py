@@ -30,9 +30,15 @@ FOLDER = "checkpoints"
 
 # A checkpoint stays one of the same model when these fields change.
 _FREE_FIELDS = frozenset((
-    "dtype", "remat", "implementation", "init_std", "balancing",
-    "histogram_bins", "sign_step_size", "switch_loss_weight",
-    "max_patches_per_image", "max_patches_per_side",
+    "model.dtype", "model.remat", "model.init_std", "model.pipeline",
+    "model.attn_res_implementation", "model.kda.implementation",
+    "model.moe.implementation", "model.moe.exchange", "model.moe.row_budget",
+    "model.moe.drop_overflow", "model.moe.balancing", "model.moe.freeze_step",
+    "model.moe.histogram_bins", "model.moe.pool_decay",
+    "model.moe.sequence_weight", "model.moe.sequence_decay",
+    "model.moe.sequence_bins", "model.moe.sign_step_size",
+    "model.moe.switch_loss_weight", "model.vision.max_patches_per_image",
+    "model.vision.max_patches_per_side",
 ))  # fmt: skip
 
 
@@ -58,7 +64,7 @@ class CheckpointManager:
   """Saves and restores one run."""
 
   def __init__(self, workdir: epath.PathLike, config: config_lib.RunConfig):
-    """Opens, or makes, the run's folder of checkpoints."""
+    """Opens the run's folder of checkpoints; `start` or `save` makes it."""
     self._config = config
     self._directory = epath.Path(workdir).absolute() / FOLDER
     train = config.train
@@ -76,6 +82,7 @@ class CheckpointManager:
             ),
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(keep),
             cleanup_tmp_directories=True,
+            create=False,
         ),
     )
 
@@ -149,6 +156,7 @@ class CheckpointManager:
       _check_config(path, self._config)
       return Start(_restore(path, abstract_state), step, path)
     if self._config.train.init_checkpoint is None:
+      self._directory.mkdir(parents=True, exist_ok=True)
       return Start(init(), 0, None)
     path = find(self._config.train.init_checkpoint)
     try:
@@ -158,6 +166,7 @@ class CheckpointManager:
     variables = restore_variables(
         path, abstract_state.params, abstract_state.router_state
     )
+    self._directory.mkdir(parents=True, exist_ok=True)
     return Start(init().replace(**variables), 0, path)
 
   def restore_data(
@@ -375,7 +384,9 @@ def _differences(there, here, path=""):
   for name in sorted(there.keys() | here.keys()):
     a, b = there.get(name), here.get(name)
     where = f"{path}.{name}" if path else name
+    if where in _FREE_FIELDS:
+      continue
     if isinstance(a, dict) and isinstance(b, dict):
       yield from _differences(a, b, where)
-    elif a != b and name not in _FREE_FIELDS:
+    elif a != b:
       yield f"{where} is {a!r} there and {b!r} here"

@@ -9,27 +9,36 @@ import tempfile
 
 from absl.testing import absltest
 from absl.testing import parameterized
+from etils import epath
 import grain
 import numpy as np
 
+from experiments import command
 from sparsemm_jax import config as config_lib
 from sparsemm_jax.training import checkpoint
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = f"--config={ROOT}/configs/tiny.py"
 
-# Importing jax takes seconds: one process does, and runs each case in a fork.
+# Imports take seconds: one process does them, and runs each case in a fork.
 _DRIVER = """
 import importlib, json, os, sys
+from matplotlib import figure
 from experiments import command
+from sparsemm_jax import planning
+from sparsemm_jax.training import evaluation
 for number, argv in enumerate(json.loads(sys.stdin.read())):
   child = os.fork()
   if not child:
     for stream, name in ((1, "out"), (2, "err")):
       os.dup2(os.open(f"{number}.{name}", os.O_CREAT | os.O_WRONLY), stream)
     sys.argv = argv
-    command.run(importlib.import_module(f"experiments.{argv[0]}").main)
-    sys.exit(0)
+    try:
+      command.run(importlib.import_module(f"experiments.{argv[0]}").main)
+    except SystemExit as end:
+      for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+      os._exit(end.code or 0)  # without the interpreter's slow goodbye
   _, status = os.waitpid(child, 0)
   with open(f"{number}.rc", "w") as file:
     file.write(str(os.waitstatus_to_exitcode(status)))
@@ -80,6 +89,45 @@ def get_config():
 """)
 
 
+def _write_broken_configs(folder):
+  """A config file for each way in which it cannot be loaded."""
+  for name, text in (
+      ("syntax", "# get_config\ndef get_config(:\n"),
+      ("import", "import not_installed\n"),
+      ("dict", "def get_config():\n  return {'model': 1}\n"),
+      ("value", "def get_config():\n  return int('two\\nlines')\n"),
+  ):
+    (folder / f"{name}_error.py").write_text(text)
+  (folder / "README.md").write_text("A run of *ours*.\n")
+
+
+def _write_runs(folder):
+  """A run for each file that `report` cannot use."""
+  config = json.dumps(config_lib.to_dict(config_lib.RunConfig()))
+  losses = '{"step": 1, "train/loss_text": 1, "train/loss_image_text": 1}\n'
+  good = {
+      "config.json": config,
+      "metrics.jsonl": losses,
+      "evaluation.json": "{}",
+  }
+  for name, file, text in (
+      ("config", "config.json", '{"model": '),
+      ("list", "config.json", "[1]"),
+      ("field", "config.json", '{"model": {"d_modle": 1}}'),
+      ("metrics", "metrics.jsonl", losses + '{"step": \n'),
+      ("short", "metrics.jsonl", ""),
+      ("unseen", "evaluation.json", None),
+      ("evaluation", "evaluation.json", "{"),
+      ("picture", "evaluation.json", "{}"),
+  ):
+    run = folder / f"{name}_run"
+    run.mkdir()
+    for other, content in {**good, file: text}.items():
+      if content is not None:
+        (run / other).write_text(content)
+  (folder / "picture_run" / "report.png").mkdir()
+
+
 def _save_another_model(workdir):
   """A run's checkpoint, of a model that is wider than the configs'."""
   config = config_lib.RunConfig(
@@ -116,6 +164,25 @@ class CommandTest(parameterized.TestCase):
       "broken line": ["train", "--config=broken.py", "--workdir=new"],
       "another model": ["train", "--config=good.py", "--workdir=other"],
       "init checkpoint": ["train", "--config=good.py", "--workdir=new", "--config.train.init_checkpoint=nowhere"],
+      "argument": ["train", CONFIG, "--workdir=new", "config.optim.learning_rate=1e-3"],
+      "empty workdir": ["train", CONFIG, "--workdir="],
+      "file in the way": ["train", "--config=good.py", "--workdir=good.jsonl/new"],
+      "kda": ["train", CONFIG, "--workdir=new", "--config.model.kda.implementation=foo"],
+      "kda bound": ["train", CONFIG, "--workdir=new", "--config.model.kda.lower_bound=-9"],
+      "kda kernel": ["train", "--config=good.py", "--workdir=new", "--config.model.kda.implementation=mosaic_gpu", "--config.model.last_is_mla=False"],
+      "residuals kernel": ["train", "--config=good.py", "--workdir=new", "--config.model.attn_res_implementation=mosaic_tpu"],
+      "experts kernel": ["train", "--config=good.py", "--workdir=new", "--config.model.moe.implementation=mosaic_gpu", "--config.model.num_dense_layers=0"],
+      "syntax error": ["train", "--config=syntax_error.py", "--workdir=new"],
+      "import error": ["train", "--config=import_error.py", "--workdir=new"],
+      "value error": ["train", "--config=value_error.py", "--workdir=new"],
+      "no python": ["train", "--config=README.md", "--workdir=new"],
+      "dict": ["train", "--config=dict_error.py", "--workdir=new", "--config.model=2"],
+      "batches": ["evaluate", "--workdir=nowhere", "--batches=0"],
+      "captions": ["evaluate", "--workdir=nowhere", "--captions=-3"],
+      "report batches": ["report", "--workdir=nowhere", "--batches=1"],
+      **{f"report {name}": ["report", f"--workdir={name}_run"] for name in (
+          "config", "list", "field", "metrics", "short", "unseen", "evaluation",
+          "picture")},
       "corrupt image": ["train", "--config=image.py", "--workdir=image"],
       "evaluate nothing": ["evaluate", "--workdir=nowhere"],
       "report nothing": ["report", "--workdir=nowhere"],
@@ -130,6 +197,8 @@ class CommandTest(parameterized.TestCase):
         cls.enterClassContext(tempfile.TemporaryDirectory())
     )
     _write_configs(cls.folder)
+    _write_broken_configs(cls.folder)
+    _write_runs(cls.folder)
     _save_another_model(cls.folder / "other")
     cls.before = _files(cls.folder / "other")
     cls.results = _run_all(cls.folder, cls.CASES)
@@ -151,6 +220,30 @@ class CommandTest(parameterized.TestCase):
           ("broken line", "broken.jsonl:2: not JSON"),
           ("another model", "other/checkpoints/1 is of another model: model.d_model is 256 there and 128 here"),
           ("init checkpoint", "nowhere has no checkpoint"),
+          ("argument", "unexpected argument 'config.optim.learning_rate=1e-3'"),
+          ("empty workdir", "flag --workdir=: must name a folder"),
+          ("file in the way", "Not a directory: '"),
+          ("kda", "config.model.kda: KdaConfig.implementation must be one of None, mosaic_gpu, "),
+          ("kda bound", "config.model.kda: KdaConfig.lower_bound=-9.0 is not in (-5.91"),
+          ("kda kernel", "config.model.kda.implementation: fused_kda: mosaic_gpu: "),
+          ("residuals kernel", "config.model.attn_res_implementation: attn_res"),
+          ("experts kernel", "config.model.moe.implementation: grouped_matmul: mosaic_gpu: "),
+          ("syntax error", "--config: syntax_error.py: SyntaxError: invalid syntax (syntax_error.py, line 2)"),
+          ("import error", "--config: import_error.py: ModuleNotFoundError: No module named 'not_installed'"),
+          ("value error", "--config: value_error.py: ValueError: invalid literal"),
+          ("no python", "--config: README.md: SyntaxError: invalid syntax (README.md, line 1)"),
+          ("dict", "--config: dict_error.py: get_config() must return to_config_dict(RunConfig(...)), got dict"),
+          ("batches", "--batches=0: 0 is not a positive integer"),
+          ("captions", "--captions=-3: -3 is not a non-negative integer"),
+          ("report batches", "Unknown command line flag 'batches'"),
+          ("report config", "config_run/config.json is damaged: Expecting value: line 1"),
+          ("report list", "list_run/config.json is damaged: "),
+          ("report field", "field_run/config.json: config.model.d_modle: unknown field"),
+          ("report metrics", "metrics_run/metrics.jsonl:2: Expecting value"),
+          ("report short", "short_run/metrics.jsonl has no training loss yet: it gets one every train.log_every=10 steps"),
+          ("report unseen", "unseen_run/evaluation.json is missing: evaluate first"),
+          ("report evaluation", "evaluation_run/evaluation.json is damaged: "),
+          ("report picture", "Is a directory: 'picture_run/report.png'"),
           ("corrupt image", "image.jsonl:2: cannot read image corrupt.png"),
           ("evaluate nothing", "nowhere has no checkpoint"),
           ("report nothing", "nowhere/config.json is missing: train first"),
@@ -170,12 +263,27 @@ class CommandTest(parameterized.TestCase):
     for name in ("missing config", "missing config, override"):
       self.assertIn("nowhere.py", self.results[name][2])
 
-  def test_no_checkpoint_is_left_of_a_run_that_did_not_start(self):
-    for path in (self.folder / "new").rglob("*"):
-      self.assertIn(path.name, ("checkpoints",), path)
+  def test_nothing_is_left_of_a_run_that_did_not_start(self):
+    self.assertFalse((self.folder / "new").exists())
+    self.assertFalse((self.folder / "checkpoints").exists())
 
   def test_the_run_of_another_model_is_left_as_it_was(self):
     self.assertEqual(_files(self.folder / "other"), self.before)
+
+
+class OutputTest(absltest.TestCase):
+
+  def test_a_file_is_replaced_when_it_is_whole(self):
+    path = epath.Path(self.create_tempdir().full_path) / "result.json"
+    path.write_text("old")
+    with self.assertRaises(KeyError), command.output(path) as part:
+      part.write_text("half")
+      raise KeyError
+    self.assertEqual(path.read_text(), "old")
+    with command.output(path) as part:
+      part.write_text("new")
+    self.assertEqual(path.read_text(), "new")
+    self.assertEqual(list(path.parent.iterdir()), [path])
 
 
 class HelpTest(absltest.TestCase):

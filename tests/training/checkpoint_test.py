@@ -17,7 +17,9 @@ import optax
 
 from sparsemm_jax import config as config_lib
 from sparsemm_jax.training import checkpoint
+from sparsemm_jax.training import state as state_lib
 from tests import testing
+from tests import tiny_run
 
 
 @flax.struct.dataclass
@@ -143,6 +145,17 @@ class CheckpointTest(parameterized.TestCase):
           dict(data=config_lib.DataConfig(seed=3)),
           "data.seed is 0 there and 3 here",
       ),
+      (  # A name that is free elsewhere.
+          dict(
+              data=config_lib.DataConfig(
+                  sources={
+                      **config_lib.DataConfig().sources,
+                      "dtype": config_lib.SourceConfig(kind="digits"),
+                  }
+              )
+          ),
+          "data.sources.dtype is None there",
+      ),
       (
           dict(
               stages=(
@@ -229,10 +242,32 @@ class CheckpointTest(parameterized.TestCase):
       self._start(config, init=_refuse, name="new", width=6)
 
   def test_what_does_not_make_another_model_may_change(self):
-    config = _config()
+    config = _config(tiny_run.MODEL)
     self._save(7, _state(7), config)
-    model = dataclasses.replace(config.model, dtype="bfloat16", remat="full")
-    self.assertEqual(self._start(_config(model=model)).step, 7)
+    replace = dataclasses.replace
+    model = replace(
+        config.model, dtype="bfloat16", remat="full", init_std=0.1,
+        attn_res_implementation="reference",
+        pipeline=config_lib.PipelineConfig(virtual_stages=2, micro_batches=4),
+        kda=replace(config.model.kda, implementation="chunked"),
+        moe=replace(
+            config.model.moe, implementation="xla", exchange="all_to_all",
+            row_budget=None, drop_overflow=True, freeze_step=9,
+            balancing="sequence_quantile", histogram_bins=50, pool_decay=0.5,
+            sequence_weight=0.1, sequence_decay=0.9, sequence_bins=50,
+            sign_step_size=1e-2, switch_loss_weight=1e-3,
+        ),
+        vision=replace(
+            config.model.vision, max_patches_per_image=8, max_patches_per_side=4
+        ),
+    )  # fmt: skip
+    changed = _config(model)
+    self.assertEqual(self._start(changed).step, 7)
+    shapes = [
+        jax.eval_shape(functools.partial(state_lib.init_state, c))
+        for c in (config, changed)
+    ]
+    self.assertEqual(*shapes)
 
   def test_a_damaged_checkpoint_is_one_clear_error(self):
     self._save(7, _state(7))
