@@ -45,6 +45,16 @@ _PEERS = flags.DEFINE_list(
     ["jax-linear-attention", "fla"],
     "Of jax-linear-attention, tokamax and fla.",
 )
+flags.register_validator(
+    "shapes",
+    lambda names: set(names) <= set(arg_specs.SPECS),
+    f"each must be one of {', '.join(arg_specs.SPECS)}",
+)
+flags.register_validator(
+    "peers",
+    lambda names: set(names) <= {"jax-linear-attention", "tokamax", "fla"},
+    "each must be jax-linear-attention, tokamax or fla",
+)
 _FLA_TUNED = flags.DEFINE_string(
     "fla_tuned", None, "Folder that keeps, and may have, what fla tuned."
 )
@@ -54,7 +64,14 @@ _IMPLEMENTATION = flags.DEFINE_string(
 _CHECK = flags.DEFINE_bool("check", True, "Compare with float64 first.")
 _HARD = flags.DEFINE_bool("hard", False, "Also run the hard cases.")
 _DECODE = flags.DEFINE_list(
-    "decode", ["64", "32", "128"], "B, H and width of the one-token call."
+    "decode",
+    ["64", "32", "128"],
+    "B, H and width of the one-token call, or nothing.",
+)
+flags.register_validator(
+    "decode",
+    lambda numbers: len(numbers) in (0, 3) and all(map(str.isdigit, numbers)),
+    "must be three numbers, or empty to leave it out",
 )
 _DECODE_ONLY = flags.DEFINE_bool(
     "decode_only", False, "Check and time the one-token call, nothing else."

@@ -26,7 +26,9 @@ from pallas_kernels import aot
 from pallas_kernels import kda
 from pallas_kernels.kda import arg_specs
 
-_TARGET = flags.DEFINE_string("target", "v6e", "See aot.compile_for.")
+_TARGET = flags.DEFINE_enum(
+    "target", "v6e", ["v4", "v5e", "v5p", "v6e", "tpu7x"], "Kind of TPU."
+)
 _TOKENS = flags.DEFINE_integer("tokens", 8192, "Tokens of one sequence.")
 _HEADS = flags.DEFINE_integer("heads", 32, "Heads, 128 wide.")
 _BACKWARD = flags.DEFINE_bool("backward", False, "Gradients of all inputs too.")
@@ -93,7 +95,8 @@ def schedule(folder: str, name: str) -> tuple[int, dict[str, float]]:
 
 
 def main(argv):
-  del argv
+  if len(argv) > 1:
+    raise app.UsageError(f"unknown arguments {argv[1:]}")
   run, shapes = forward()
   if _BACKWARD.value:
     run, shapes = with_gradients(run, shapes)

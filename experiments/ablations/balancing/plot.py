@@ -6,10 +6,11 @@ python -m experiments.ablations.balancing.plot
 import json
 import pathlib
 
-from absl import app
 from absl import flags
 from matplotlib import figure
 import numpy as np
+
+from experiments import command
 
 _FOLDER = flags.DEFINE_string(
     "folder", str(pathlib.Path(__file__).parent), "Where the files are."
@@ -68,12 +69,14 @@ def main(argv) -> None:
   """Draws; see the module's docstring."""
   del argv
   folder = pathlib.Path(_FOLDER.value)
-  for name, draw in (("stream", draw_stream), ("train", draw_training)):
-    source = folder / f"{name}.json"
-    if source.exists():
-      results = json.loads(source.read_text())
-      draw(results).savefig(folder / f"{name}.png", dpi=90)
+  pictures = {"stream": draw_stream, "train": draw_training}
+  there = [name for name in pictures if (folder / f"{name}.json").exists()]
+  if not there:
+    raise FileNotFoundError(f"{folder} has no stream.json and no train.json")
+  for name in there:
+    results = json.loads((folder / f"{name}.json").read_text())
+    pictures[name](results).savefig(folder / f"{name}.png", dpi=90)
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command.run(main)

@@ -16,12 +16,12 @@ import time
 from typing import Any
 from typing import NamedTuple
 
-from absl import app
 from absl import flags
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import command
 from experiments.ablations import common
 from experiments.ablations.balancing import measures
 from experiments.ablations.balancing import rules as rules_lib
@@ -36,7 +36,9 @@ _LAYERS = flags.DEFINE_integer("layers", 4, "Blocks; the first is dense.")
 _BATCH = flags.DEFINE_integer("batch_size", 64, "Rows per step.")
 _SEQ_LEN = flags.DEFINE_integer("seq_len", 128, "Tokens per row.")
 _WIDTH = flags.DEFINE_integer("width", 256, "d_model.")
-_DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Of the computation.")
+_DTYPE = flags.DEFINE_enum(
+    "dtype", "bfloat16", config_lib.DTYPES, "Of the computation."
+)
 _RATE = flags.DEFINE_float("learning_rate", 3e-3, "Peak.")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
@@ -248,4 +250,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command.run(main)

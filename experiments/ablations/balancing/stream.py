@@ -9,10 +9,10 @@ without a gradient. That leaves out switch_loss, which moves nothing else.
 
 import time
 
-from absl import app
 from absl import flags
 import numpy as np
 
+from experiments import command
 from experiments.ablations import common
 from experiments.ablations.balancing import measures
 from experiments.ablations.balancing import simulation
@@ -74,4 +74,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command.run(main)

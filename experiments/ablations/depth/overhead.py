@@ -15,17 +15,17 @@ names an implementation, and phases in place of those that move fewer bytes.
 
 import concurrent.futures
 import contextlib
-import fcntl
+import re
 import statistics
 import time
 from unittest import mock
 
-from absl import app
 from absl import flags
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import command
 from experiments.ablations import common
 from sparsemm_jax import config as config_lib
 from sparsemm_jax.layers import attn_res
@@ -39,13 +39,17 @@ _VARIANTS = flags.DEFINE_list(
     ["12", "6"],
     "Transformer blocks per source[:implementation[:phases of every mix]].",
 )
+flags.register_validator(
+    "variants",
+    lambda values: all(
+        re.fullmatch(r"\d+(:\w*(:[12]?)?)?", value) for value in values
+    ),
+    "each must be like 12, 12:mosaic_gpu or 12:mosaic_gpu:1",
+)
 _BATCH = flags.DEFINE_integer("batch_size", 8, "Rows per step.")
 _SEQ_LEN = flags.DEFINE_integer("seq_len", 1024, "Tokens per row.")
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Turns of each variant.")
 _STEPS = flags.DEFINE_integer("steps", 8, "Timed steps of a turn.")
-_LOCK = flags.DEFINE_string(
-    "lock", None, "File to lock before timing: other work may end first."
-)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
 
@@ -177,9 +181,6 @@ def main(argv) -> None:
     else:
       compiled[name] = future.result()
   print(f"compiled: {time.monotonic() - start:.0f} s", flush=True)
-  if _LOCK.value:
-    lock = open(_LOCK.value, "w")  # noqa: SIM115  (held until the end)
-    fcntl.flock(lock, fcntl.LOCK_EX)
   times = {name: [] for name in compiled}
   for _ in range(_ROUNDS.value):
     for name, (init, train_step) in compiled.items():
@@ -217,4 +218,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command.run(main)

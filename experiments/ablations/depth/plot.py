@@ -6,10 +6,11 @@ python -m experiments.ablations.depth.plot
 import json
 import pathlib
 
-from absl import app
 from absl import flags
 from matplotlib import figure
 import numpy as np
+
+from experiments import command
 
 _FOLDER = flags.DEFINE_string(
     "folder", str(pathlib.Path(__file__).parent), "Where they are."
@@ -132,6 +133,8 @@ def main(argv) -> None:
   for path in sorted(folder.glob("results_*.json")):
     for result in json.loads(path.read_text())["models"]:
       by_depth.setdefault(result["layers"], []).append(result)
+  if not by_depth:
+    raise FileNotFoundError(f"{folder} has no results_*.json")
   for name, draw in (
       ("losses", draw_losses),
       ("norms", draw_norms),
@@ -142,4 +145,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command.run(main)

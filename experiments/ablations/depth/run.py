@@ -19,13 +19,13 @@ import time
 from typing import Any
 from typing import NamedTuple
 
-from absl import app
 from absl import flags
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from experiments import command
 from experiments.ablations import common
 from experiments.ablations.depth import model
 from sparsemm_jax import config as config_lib
@@ -41,7 +41,9 @@ _STEPS = flags.DEFINE_integer("steps", 300, "Optimizer steps.")
 _BATCH = flags.DEFINE_integer("batch_size", 16, "Rows per step.")
 _SEQ_LEN = flags.DEFINE_integer("seq_len", 256, "Tokens per row.")
 _WIDTH = flags.DEFINE_integer("width", 128, "d_model.")
-_DTYPE = flags.DEFINE_string("dtype", "bfloat16", "Of the computation.")
+_DTYPE = flags.DEFINE_enum(
+    "dtype", "bfloat16", config_lib.DTYPES, "Of the computation."
+)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write.")
 
 _EVAL_BATCHES = 16
@@ -323,4 +325,4 @@ def _write(results):
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command.run(main)

@@ -16,10 +16,10 @@ import dataclasses
 import math
 import re
 
-from absl import app
 from absl import flags
 import jax
 
+from experiments import command
 from experiments.ablations.depth import overhead
 from pallas_kernels import aot
 from sparsemm_jax.training import state as state_lib
@@ -175,4 +175,4 @@ def _step(variant):
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command.run(main)
