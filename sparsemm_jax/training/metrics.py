@@ -95,16 +95,20 @@ def read(workdir: epath.PathLike) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     name -> (steps [N], values [N, ...]), in the order of steps; null is NaN.
 
   Raises:
-    ValueError: a line that does not parse; file and line are named.
+    ValueError: a line that does not parse or has no step; file and line are
+      named.
   """
   records = []
   path = epath.Path(workdir) / FILE_NAME
   for number, line in enumerate(path.read_text().splitlines(), 1):
     try:
       record = json.loads(line)
+      step = record["step"]
     except json.JSONDecodeError as error:
       raise ValueError(f"{path}:{number}: {error}") from None
-    while records and records[-1]["step"] > record["step"]:
+    except (KeyError, TypeError):
+      raise ValueError(f"{path}:{number}: no step in {line[:40]!r}") from None
+    while records and records[-1]["step"] > step:
       records.pop()
     records.append(record)
 

@@ -53,9 +53,11 @@ class MetricWriterTest(absltest.TestCase):
     testing.assert_same(series["eval"][0], [25])
 
   def test_a_line_that_does_not_parse_is_named(self):
-    (self.workdir / metrics.FILE_NAME).write_text('{"step": 1}\n{"ste\n')
-    with self.assertRaisesRegex(ValueError, r"metrics.jsonl:2: "):
-      metrics.read(self.workdir)
+    for line in ('{"ste', "{}", "7"):
+      text = '{"step": 1}\n' + line + "\n"
+      (self.workdir / metrics.FILE_NAME).write_text(text)
+      with self.assertRaisesRegex(ValueError, r"metrics.jsonl:2: "):
+        metrics.read(self.workdir)
 
   def test_tensorboard_gets_the_scalars(self):
     with metrics.MetricWriter(self.workdir) as writer:
