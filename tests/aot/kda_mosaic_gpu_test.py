@@ -44,6 +44,20 @@ class KdaResourcesTest(absltest.TestCase):
     # jax-linear-attention 0.1.0 takes 3.54 GiB here.
     self.assertLess(temporary, 2.0 * _GIB)
 
+  def test_packed_documents_fit_too(self):
+
+    def forward_and_backward(x, cotangent, segment_ids):
+      run = lambda x: api.fused_kda(
+          **x, segment_ids=segment_ids, implementation="mosaic_gpu"
+      )[0]
+      out, vjp = jax.vjp(run, x)
+      return out, vjp(cotangent)
+
+    x = arg_specs.ArgSpec(1, 1024, 96, 96).shapes()
+    ids = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
+    _, kernels = aot.kernel_resources(forward_and_backward, x, x["v"], ids)
+    self.check(kernels, _BACKWARD | {"kda_gradient": 4})
+
   def test_a_given_fp32_decay_and_segments_fit_backward_too(self):
     shape = (1, 1024, 96, 128)
     struct = jax.ShapeDtypeStruct
