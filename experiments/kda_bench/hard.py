@@ -35,7 +35,9 @@ _SMALL = arg_specs.ArgSpec(1, 128, 4, 4)
 _PROCESSES = 8
 
 
-def start(parts: Sequence[str] = ("",)) -> list[tuple[list[str], object]]:
+def start(
+    parts: Sequence[str] = ("",)
+) -> list[tuple[list[str], subprocess.Popen]]:
   """Starts the cases whose names hold one of `parts`, for `results`.
 
   Returns:
