@@ -1,23 +1,31 @@
 """The recurrence token by token on Hopper, the state updated in place.
 
 A warpgroup holds value columns of one head's state in registers from its
-read to its write; a token costs two sums over the rows and no memory traffic
-but its own few vectors:
+read to its write. A token costs two sums over the rows of the same state,
 
-  S <- diag(e^g) S;  S <- S + k (b (v - S^T k))^T;  o = scale S^T q
+  w = b (v - S^T (e^g k));  o = scale (S^T (e^g q) + (q . k) w)
+  S <- diag(e^g) S + k w^T
 
-For one token the limit is the state's bytes, read and written once. A warp
-owns rows, so that it reads whole lines and few vectors; the sums cross warps
-through shared memory. Four blocks per multiprocessor hide each other's waits.
+so that nothing waits between them, and no memory traffic but its own few
+vectors. For one token the limit is the state's bytes, read and written once.
+A warp owns rows, so that it reads whole lines; the sums cross warps through
+shared memory. Four blocks per multiprocessor hide each other's waits, and each
+asks L2 for what a block some way behind it will read.
 """
 
 import functools
+import math
 
 import jax
 from jax import lax
 from jax import numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import gpu
+from jaxlib.mlir.dialects import llvm
 from jaxtyping import Array
 from jaxtyping import Float
 
@@ -26,13 +34,7 @@ from pallas_kernels.kda import mosaic_gpu
 from pallas_kernels.kda import reference
 
 _COLUMNS = 64  # of a head's state, in one block
-# A warp reads two rows at once, 16 bytes a lane.
-_LAYOUT = plgpu.Layout.TILED(
-    plgpu.Tiling(((8, _COLUMNS), (2, 4))),
-    warp_dims=(-4,),
-    lane_dims=(-2, -3),
-    vector_dim=-1,
-)
+_AHEAD = 64  # blocks for whose state a block asks
 
 
 def recurrent_kda(
@@ -74,15 +76,15 @@ def _recur(scale, interpret, q, k, v, g, beta, state):
   batch, tokens, value_heads, value_width = v.shape
   slices = value_width // _COLUMNS
   kernel = pl.kernel(
-      functools.partial(_body, scale, value_heads // q.shape[2]),
+      functools.partial(
+          _body, scale, value_heads // q.shape[2], interpret is not None
+      ),
       out_type=jax.ShapeDtypeStruct(v.shape, v.dtype),
       mesh=plgpu.Mesh(
           grid=(batch * value_heads * slices,), grid_names=("block",)
       ),
       compiler_params=plgpu.CompilerParams(
           approx_math=True,
-          # No thread reads what another one wrote, sums apart.
-          unsafe_no_auto_barriers=True,
           lowering_semantics=plgpu.LoweringSemantics.Lane,
       ),
       cost_estimate=pl.CostEstimate(
@@ -99,45 +101,110 @@ def _recur(scale, interpret, q, k, v, g, beta, state):
   return out, jax.freeze(state)
 
 
-def _body(scale, group, q, k, v, g, beta, state, out):
-  _, heads, _, values = state.shape
+def _body(scale, group, interpret, *refs):
+  rows = refs[0].shape[-1]
+  pl.run_scoped(
+      functools.partial(_block, scale, group, interpret, *refs),
+      plgpu.SMEM((4, rows), jnp.float32),
+  )
+
+
+def _block(scale, group, interpret, q, k, v, g, beta, state, out, vectors):
+  batch, heads, num_rows, values = state.shape
   slices = values // _COLUMNS
+  layout, line = _state_layout(num_rows), _line_layout(num_rows)
   block = lax.axis_index("block")
-  columns = pl.ds(lax.rem(block, slices) * _COLUMNS, _COLUMNS)
-  block = lax.div(block, slices)
-  b, head = lax.div(block, heads), lax.rem(block, heads)
+  item, part = lax.div(block, slices), lax.rem(block, slices)
+  b, head = lax.div(item, heads), lax.rem(item, heads)
   source = lax.div(head, group)
-  rows, cols = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
+  columns = pl.ds(part * _COLUMNS, _COLUMNS)
 
   def load(ref, layout):
     return plgpu.load(ref, layout=layout, optimized=False)
 
+  def spread(x, axis):
+    x = lax.broadcast_in_dim(x, (num_rows, _COLUMNS), (axis,))
+    return plgpu.layout_cast(x, layout)
+
+  def by_row(i):
+    return spread(load(vectors.at[i], layout.reduce(1)), 0)
+
   def update(t, state):
-    vectors = (
-        load(q.at[b, t, source], rows),
-        load(k.at[b, t, source], rows),
-        load(v.at[b, t, head, columns], cols),
-        load(g.at[b, t, head], rows),
-    )
-    query, key, value, decay = (x.astype(jnp.float32) for x in vectors)
-
-    def spread(x, axis):
-      x = lax.broadcast_in_dim(x, state.shape, (axis,))
-      return plgpu.layout_cast(x, _LAYOUT)
-
-    key = spread(key, 0)
-    state = state * spread(jnp.exp(decay), 0)
-    write = (value - jnp.sum(state * key, axis=0)) * beta[b, t, head]
-    state = state + key * spread(write, 1)
-    read = jnp.sum(state * spread(query, 0), axis=0) * scale
+    rate = beta[b, t, head]
+    query = load(q.at[b, t, source], line).astype(jnp.float32)
+    key = load(k.at[b, t, source], line).astype(jnp.float32)
+    decay = jnp.exp(load(g.at[b, t, head], line).astype(jnp.float32))
+    value = load(v.at[b, t, head, columns], layout.reduce(0))
+    for i, x in enumerate((decay * key, decay * query, decay, key)):
+      vectors.at[i][...] = x
+    overlap = jnp.sum(query * key)
+    seen = jnp.sum(state * by_row(0), axis=0)
+    read = jnp.sum(state * by_row(1), axis=0)
+    write = (value.astype(jnp.float32) - seen) * rate
+    read = (read + overlap * write) * scale
     out.at[b, t, head, columns][...] = read.astype(out.dtype)
-    return state
+    return state * by_row(2) + by_row(3) * spread(write, 1)
 
   place = state.at[b, head, :, columns]
+  if not interpret:
+    behind = lax.div(block + _AHEAD, slices)
+    rows = pl.ds(part * (num_rows // slices), num_rows // slices)
+
+    @pl.when(behind < batch * heads)
+    def _():
+      ahead = state.at[lax.div(behind, heads), lax.rem(behind, heads), rows]
+      _ask_l2_for(ahead)
+
   # The first token stands outside the loop: its vectors are asked for together
   # with the state.
-  held = update(0, load(place, _LAYOUT))
+  held = update(0, load(place, layout))
   place[...] = lax.fori_loop(1, q.shape[1], update, held)
+
+
+def _state_layout(num_rows):
+  """Of [K, columns] a warp has a quarter of the rows, a lane 4 columns."""
+  lanes = _COLUMNS // 4
+  rows = num_rows // 4  # of a warp
+  own = rows * lanes // 32  # neighbouring rows of a lane
+  return plgpu.Layout.TILED(
+      plgpu.Tiling(((num_rows, _COLUMNS), (rows, 4), (own, 4))),
+      warp_dims=(-6,),
+      lane_dims=(-4, -5),
+      vector_dim=-1,
+  )
+
+
+def _line_layout(num_rows):
+  """Of [K] a lane has one element, lanes past a warp's quarter the same."""
+  rows = num_rows // 4
+  same = () if rows == 32 else (plgpu.Replicated(32 // rows),)
+  return plgpu.Layout.TILED(
+      plgpu.Tiling(((num_rows,), (rows,), (1,))),
+      warp_dims=(-3,),
+      lane_dims=(-2, *same),
+      vector_dim=-1,
+  )
+
+
+def _ask_l2_for(ref):
+  """Fetches what a contiguous ref names from memory to L2, no further."""
+  size = math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+  def ask(_, ref):
+    thread = arith.index_cast(
+        ir.IntegerType.get_signless(32), gpu.thread_id(gpu.Dimension.x)
+    )
+    llvm.inline_asm(
+        None,
+        [mgpu.utils.memref_ptr(ref), thread],
+        "{ .reg .pred first; setp.eq.u32 first, $1, 0;"
+        f" @first cp.async.bulk.prefetch.L2.global [$0], {size}; }}",
+        "l,r",
+        has_side_effects=True,
+    )
+
+  ask(ref)
 
 
 def _recur_fwd(scale, interpret, *args):
