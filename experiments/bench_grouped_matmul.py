@@ -46,6 +46,9 @@ _XLA = flags.DEFINE_bool("xla", False, "Time the XLA implementation too.")
 _PEERS = flags.DEFINE_bool(
     "peers", False, "Time jax-linear-attention and tokamax too."
 )
+_REST = flags.DEFINE_float(
+    "rest", 0.0, "Seconds of rest before each turn, for a cool card."
+)
 _TORCH = flags.DEFINE_bool("torch", False, "Time torch._grouped_mm too.")
 
 _BF16 = jnp.bfloat16
@@ -296,6 +299,7 @@ def time_by_turns(calls):
     for i in rng.permutation(len(labels)):
       label = labels[i]
       run, wait = calls[label]
+      time.sleep(_REST.value)
       began = time.perf_counter()
       for _ in range(launches[label]):
         result = run()
