@@ -62,6 +62,14 @@ _IMPLEMENTATION = flags.DEFINE_string(
     "implementation", None, "Of fused_kda; the device's best by default."
 )
 _CHECK = flags.DEFINE_bool("check", True, "Compare with float64 first.")
+_SEEDS = flags.DEFINE_list(
+    "seeds", ["0"], "Of that check's inputs; root mean square of the errors."
+)
+flags.register_validator(
+    "seeds",
+    lambda seeds: seeds and all(map(str.isdigit, seeds)),
+    "must be numbers",
+)
 _HARD = flags.DEFINE_bool("hard", False, "Also run the hard cases.")
 _DECODE = flags.DEFINE_list(
     "decode",
@@ -235,10 +243,13 @@ def main(argv):
   compiled = compile_all(shapes, runs)
   if check_errors:
     both = {name: inputs_lib.with_gradient(run) for name, run in runs.items()}
-    errors = results["errors"] = errors_lib.check({
+    checked = {
         name: lambda x, cotangent, _, run=run: run(x, cotangent)
         for name, run in both.items()
-    })
+    }
+    errors = results["errors"] = errors_lib.check(
+        checked, seeds=[int(seed) for seed in _SEEDS.value]
+    )
     for regime, row in errors["ours"].items():
       good, numbers = hard.verdict([row], regime)
       if not good:
