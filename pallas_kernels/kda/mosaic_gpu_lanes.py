@@ -21,7 +21,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 from jaxlib.mlir.dialects import llvm
-from jaxlib.mlir.dialects import math
 from jaxlib.mlir.dialects import nvvm
 from jaxlib.mlir.dialects import scf
 from jaxlib.mlir.dialects import vector
@@ -124,6 +123,15 @@ class Lanes:
       return
     self._store(ref, value, lambda at: at.tile(row, upper_offset), TILED)
 
+  def store_tile_of_first_half(self, ref, row, value) -> None:
+    """Writes row 16w + row of a swizzled [32, K] tile, in warps 0 and 1."""
+    if self.interpret:
+      value = value.reshape(4 * ROWS, -1)
+      ref[pl.ds(0, 2 * ROWS), self._columns] = value[: 2 * ROWS]
+      return
+    index = lambda at: at.tile(row)
+    self._store(ref, value, index, TILED, first_half=True)
+
   def store_plain(self, ref, row, value) -> None:
     """Writes row 16w + row of a plain [64, >= K] tile."""
     if self.interpret:
@@ -174,7 +182,7 @@ class Lanes:
         arg_types=(_THREAD, plgpu.RefType(())), return_type=[struct] * 4
     )
     def load(_, thread, memory):
-      at = _Position(thread, self.width, half)
+      at = self._position(thread, half)
       element = ir.MemRefType(memory.type).element_type
       index = at.row(row), _index_constant(0)
       values = vector.load(ir.VectorType.get((4,), element), memory, index)
@@ -196,7 +204,7 @@ class Lanes:
         arg_types=(_THREAD, self.layout, self.layout), return_type=struct
     )
     def select(_, thread, on_true, on_false):
-      at = _Position(thread, self.width, None)
+      at = self._position(thread, None)
       condition = arith.cmpi(
           arith.CmpIPredicate.uge, at.warp, _index_constant(level)
       )
@@ -253,6 +261,9 @@ class Lanes:
 
     return convert(x)
 
+  def _position(self, thread, half):
+    return _Position(thread, self.width, half)
+
   def _cast(self, x):
     return plgpu.layout_cast(jnp.broadcast_to(x, (self.size,)), self.layout)
 
@@ -278,7 +289,7 @@ class Lanes:
         arg_types=(_THREAD, plgpu.RefType(transforms)), return_type=struct
     )
     def load(_, thread, memory):
-      at = _Position(thread, self.width, half)
+      at = self._position(thread, half)
       element = ir.MemRefType(memory.type).element_type
       kind = ir.VectorType.get((self.vector,), element)
       if not scalar:
@@ -293,18 +304,112 @@ class Lanes:
 
     return load(self.thread, ref)
 
-  def _store(self, ref, value, index, transforms):
+  def _store(self, ref, value, index, transforms, first_half=False):
     half = self._static_half
 
     @plgpu.inline_mgpu(
         arg_types=(_THREAD, plgpu.RefType(transforms), self.layout)
     )
     def store(_, thread, memory, array):
-      at = _Position(thread, self.width, half)
+      at = self._position(thread, half)
       [register] = array.registers.flat
-      vector.store(register, memory, index(at))
+      if not first_half:
+        vector.store(register, memory, index(at))
+        return
+      condition = arith.cmpi(
+          arith.CmpIPredicate.ult, at.warp, _index_constant(2)
+      )
+      branch = scf.IfOp(condition)
+      with ir.InsertionPoint(branch.then_block):
+        vector.store(register, memory, index(at))
+        scf.yield_([])
 
     store(self.thread, ref, self._cast(value))
+
+
+class Quads(Lanes):
+  """As `Lanes`, a thread having twice the channels of half a warp's rows.
+
+  Lanes 0 .. 15 of warp w own rows 16w .. 16w+7, the others the eight below.
+  Half as many loads and stores, each twice as wide.
+  """
+
+  @property
+  def vector(self) -> int:
+    return self.width // 32
+
+  @property
+  def rows(self) -> tuple:
+    return (slice(None),) if self.interpret else tuple(range(ROWS // 2))
+
+  def sums_by_group(self, values: dict):
+    """Inclusive sums of {row: value} over a thread's rows.
+
+    Returns:
+      the sums, what the warp's earlier rows sum to, and the warp's total.
+    """
+    if self.interpret:
+      sums, total = self.running_sums(values)
+      return sums, jnp.zeros_like(total), total
+    sums, total = {}, None
+    for r in self.rows:
+      total = values[r] if total is None else total + values[r]
+      sums[r] = total
+    struct = plgpu.ShapeDtypeStruct(
+        (self.size,), jnp.float32, layout=self.layout
+    )
+
+    @plgpu.inline_mgpu(
+        arg_types=(_THREAD, self.layout), return_type=[struct] * 2
+    )
+    def across(_, thread, array):
+      at = self._position(thread, None)
+      is_second = arith.cmpi(
+          arith.CmpIPredicate.ne, at.group, _index_constant(0)
+      )
+      [own] = array.registers.flat
+      zero = arith.constant(ir.F32Type.get(), 0.0)
+      earlier, sums = own, own
+      place = lambda i: dict(dynamic_position=[], static_position=[i])
+      for i in range(self.vector):
+        value = vector.extract(own, **place(i))
+        other = _exchange(value, ROWS)
+        sums = vector.insert(arith.addf(value, other), sums, **place(i))
+        earlier = vector.insert(
+            arith.select(is_second, other, zero), earlier, **place(i)
+        )
+      return [self._array(x, jnp.float32) for x in (earlier, sums)]
+
+    return sums, *across(self.thread, total)
+
+  def load_row_vectors(self, ref) -> dict:
+    """`load_row_value` of all rows of a plain [64] array."""
+    if self.interpret:
+      [row] = self.rows
+      return {row: self.load_row_value(ref, row)}
+    struct = plgpu.ShapeDtypeStruct((self.size,), ref.dtype, layout=self.layout)
+    half, values = self._static_half, {}
+    for first in (0, 4):
+
+      @plgpu.inline_mgpu(
+          arg_types=(_THREAD, plgpu.RefType(())), return_type=[struct] * 4
+      )
+      def load(_, thread, memory, first=first):
+        at = self._position(thread, half)
+        element = ir.MemRefType(memory.type).element_type
+        four = ir.VectorType.get((4,), element)
+        loaded = vector.load(four, memory, [at.row(first)])
+        kind = ir.VectorType.get((self.vector,), element)
+        return [
+            self._array(vector.broadcast(kind, _scalar(loaded, i)), ref.dtype)
+            for i in range(4)
+        ]
+
+      values |= zip(range(first, first + 4), load(self.thread, ref))
+    return values
+
+  def _position(self, thread, half):
+    return _QuadPosition(thread, self.width, half)
 
 
 _THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
@@ -686,14 +791,18 @@ def make_now(arrays: list[jax.Array], scratch, interpret: bool) -> None:
   store(opaque_thread(), scratch, *arrays)
 
 
-def _widen(pair):
-  """A vector of two bf16 as one of two fp32."""
+def _widen(pairs):
+  """A vector of an even number of bf16 as one of fp32."""
   i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-  word = _scalar(vector.bitcast(ir.VectorType.get((1,), i32), pair))
-  low = arith.shli(word, arith.constant(i32, 16))
-  high = arith.andi(word, arith.constant(i32, -65536))
-  halves = [arith.bitcast(f32, x) for x in (low, high)]
-  return vector.from_elements(ir.VectorType.get((2,), f32), halves)
+  [size] = ir.VectorType(pairs.type).shape
+  words = vector.bitcast(ir.VectorType.get((size // 2,), i32), pairs)
+  halves = []
+  for i in range(size // 2):
+    word = _scalar(words, i)
+    low = arith.shli(word, arith.constant(i32, 16))
+    high = arith.andi(word, arith.constant(i32, -65536))
+    halves += [arith.bitcast(f32, x) for x in (low, high)]
+  return vector.from_elements(ir.VectorType.get((size,), f32), halves)
 
 
 def _scalar(register, i=0):
@@ -716,6 +825,12 @@ def _index_constant(value: int):
 class _Position:
   """Indices of the calling thread, as MLIR values."""
 
+  _LANES = 32  # that have one row's channels between them
+
+  def _place(self, lane):
+    """The lane's place among those."""
+    return lane
+
   def __init__(self, thread, width: int, half: int | None):
     c = _index_constant
     [register] = thread.registers.flat
@@ -723,13 +838,14 @@ class _Position:
     thread = arith.index_castui(ir.IndexType.get(), thread)
     in_group = arith.remui(thread, c(128))
     self.warp = arith.divui(in_group, c(32))
-    lane = arith.remui(thread, c(32))
+    lane = self._place(arith.remui(thread, c(32)))
     if half is None:
       warpgroup = arith.divui(thread, c(128))
       start = arith.muli(arith.remui(warpgroup, c(2)), c(width // 2))
     else:
       start = c(half * (width // 2))
-    self.channel = arith.addi(start, arith.muli(lane, c(width // 64)))
+    per_lane = width // 2 // self._LANES
+    self.channel = arith.addi(start, arith.muli(lane, c(per_lane)))
     self._tile_column = arith.divui(self.channel, c(TILE[1]))
     column = arith.remui(self.channel, c(TILE[1]))
     self._chunk = arith.divui(column, c(8))
@@ -755,85 +871,98 @@ class _Position:
     return tile_row, self._tile_column, c(r % 8), column
 
 
-def invert_diagonal_blocks(blocks: jax.Array, interpret: bool) -> jax.Array:
-  """(I + D)^-1 for the four strictly lower 16x16 blocks of a [64, 16] array.
+class _QuadPosition(_Position):
+  """`_Position` of `Quads`; rows are counted from the thread's first."""
 
-  Column by column, fp32: X starts as I, and for j = 0 .. 14 every row i > j
-  takes X_i -= D_ij X_j. In the wgmma layout a block is one warp's, lane
-  l holds rows l / 4 and l / 4 + 8, columns 2 (l % 4) + {0, 1} and 8 more; D_ij
-  and X_j come by shuffles.
+  _LANES = 16
+
+  def _place(self, lane):
+    self.group = arith.divui(lane, _index_constant(self._LANES))
+    return arith.remui(lane, _index_constant(self._LANES))
+
+  def row(self, r: int):
+    below = arith.muli(self.group, _index_constant(ROWS // 2))
+    return arith.addi(super().row(r), below)
+
+  def tile(self, r: int, upper_offset: int = 0):
+    tile_row, *rest = super().tile(r, upper_offset)
+    return arith.addi(tile_row, self.group), *rest
+
+
+def scale_columns(
+    sources, targets, signs, powers, keep, interpret: bool
+) -> None:
+  """Each target = sign * source * a power of two by column and half.
+
+  Args:
+    sources: swizzled [64, K] bf16 tiles.
+    targets: tiles alike, other ones or the same.
+    signs: 1 or -1 each.
+    powers: plain [4, K] bf16; warps w < 2 of the rows take its first.
+    keep: (flags, bit), rows without the bit become zero; or ().
+    interpret: use array terms.
   """
   if interpret:
-    d = blocks.reshape(4, ROWS, ROWS)
-    x = jnp.broadcast_to(jnp.eye(ROWS, dtype=jnp.float32), d.shape)
-    for j in range(ROWS - 1):
-      x = x - d[:, :, j : j + 1] * x[:, j : j + 1, :]
-    return x.reshape(64, ROWS)
-  layout = plgpu.Layout.WGMMA
+    power = jnp.repeat(powers[...][::3], 32, axis=0)
+    for source, target, sign in zip(sources, targets, signs, strict=True):
+      x = source[...] * power * sign
+      if keep:
+        kept = (keep[0][...] & keep[1]) != 0
+        x = jnp.where(kept[:, None], x, 0.0)
+      target[...] = x.astype(target.dtype)
+    return
+  width, count = sources[0].shape[1], len(sources)
+  pieces = width // 8  # of 16 bytes in a row
+  step = 128 // pieces  # rows that a warpgroup has at once
+  plain, tiled = plgpu.RefType(()), plgpu.RefType(TILED)
+  kinds = (_THREAD, plain, *(plain for _ in keep[:1]), *[tiled] * (2 * count))
 
-  @plgpu.inline_mgpu(
-      arg_types=(layout,),
-      return_type=plgpu.ShapeDtypeStruct(
-          blocks.shape, jnp.float32, layout=layout
-      ),
-  )
-  def invert(_, array):
-    return _substitute(array)
-
-  return invert(blocks)
-
-
-def _substitute(array: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-  i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-  constant = lambda value: arith.constant(i32, value)
-  lane = llvm.inline_asm(
-      i32, [], "mov.u32 $0, %laneid;", "=r", has_side_effects=True
-  )
-  row = arith.divui(lane, constant(4))
-  column = arith.remui(lane, constant(4))
-  pieces = array.registers.reshape(2, 2)  # [column tile, row half]
-
-  def get(register, i):
-    return vector.extract(register, dynamic_position=[], static_position=[i])
-
-  def shuffle(value, source):
-    bits = nvvm.shfl_sync(
-        constant(-1),
-        arith.bitcast(i32, value),
-        source,
-        constant(0x1F),
-        nvvm.ShflKind.idx,
+  @plgpu.inline_mgpu(arg_types=kinds)
+  def scale(_, thread, powers, *rest):
+    c = _index_constant
+    flags, tiles = rest[: len(rest) - 2 * count], rest[len(rest) - 2 * count :]
+    index = arith.index_castui(
+        ir.IndexType.get(), _scalar(thread.registers.flat[0])
     )
-    return arith.bitcast(f32, bits)
+    index = arith.remui(index, c(128))
+    piece = arith.remui(index, c(pieces))
+    first = arith.divui(index, c(pieces))
+    within = arith.remui(first, c(TILE[0]))
+    column = arith.xori(arith.remui(piece, c(8)), within)
+    column = arith.muli(column, c(8))
+    tile_column = arith.divui(piece, c(8))
+    tile_row = arith.divui(first, c(TILE[0]))
+    bf16, i32 = ir.BF16Type.get(), ir.IntegerType.get_signless(32)
+    kind = ir.VectorType.get((8,), bf16)
+    words = ir.VectorType.get((4,), i32)
+    nothing = arith.constant(
+        words,
+        ir.DenseElementsAttr.get_splat(words, ir.IntegerAttr.get(i32, 0)),
+    )
+    minus = arith.constant(
+        kind, ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(bf16, -1.0))
+    )
+    start = arith.muli(piece, c(8))
+    powers = [vector.load(kind, powers, [c(w), start]) for w in (0, 3)]
+    negated = [arith.mulf(p, minus) for p in powers]
+    for i in range(64 // step):
+      half = step * i // 32
+      if flags:
+        row = arith.addi(first, c(step * i))
+        one = ir.VectorType.get((1,), i32)
+        word = _scalar(vector.load(one, flags[0], [row]))
+        bit = arith.andi(word, arith.constant(i32, keep[1]))
+        kept = arith.cmpi(
+            arith.CmpIPredicate.ne, bit, arith.constant(i32, 0)
+        )
+      for n, sign in enumerate(signs):
+        row = arith.addi(tile_row, c(step * i // TILE[0]))
+        at = [row, tile_column, within, column]
+        x = vector.load(kind, tiles[n], at)
+        x = arith.mulf(x, (powers if sign == 1 else negated)[half])
+        if flags:
+          chosen = arith.select(kept, vector.bitcast(words, x), nothing)
+          x = vector.bitcast(kind, chosen)
+        vector.store(x, tiles[count + n], at)
 
-  d = [[[get(pieces[c, h], i) for i in (0, 1)] for h in (0, 1)] for c in (0, 1)]
-  zero, one = arith.constant(f32, 0.0), arith.constant(f32, 1.0)
-  x = [[[zero, zero], [zero, zero]], [[zero, zero], [zero, zero]]]
-  for half in (0, 1):
-    for i in (0, 1):
-      diagonal = arith.addi(arith.muli(column, constant(2)), constant(i))
-      is_one = arith.cmpi(arith.CmpIPredicate.eq, row, diagonal)
-      x[half][half][i] = arith.select(is_one, one, zero)
-  row_lane = arith.muli(row, constant(4))
-  for j in range(ROWS - 1):
-    tile, half, within = j // 8, j // 8, j % 8
-    factor_lane = arith.addi(row_lane, constant(within // 2))
-    source_lane = arith.addi(constant(within * 4), column)
-    source = {
-        (c, i): shuffle(x[c][half][i], source_lane)
-        for c in range(half + 1)
-        for i in (0, 1)
-    }
-    for h in range(half, 2):
-      factor = arith.negf(shuffle(d[tile][h][within % 2], factor_lane))
-      for (c, i), value in source.items():
-        x[c][h][i] = math.fma(factor, value, x[c][h][i])
-  registers = np.empty(array.registers.shape, dtype=object)
-  flat = registers.reshape(2, 2)
-  kind = ir.VectorType.get((2,), f32)
-  for c in (0, 1):
-    for h in (0, 1):
-      flat[c, h] = vector.from_elements(kind, x[c][h])
-  return mgpu.FragmentedArray(
-      _registers=registers, _layout=array.layout, _is_signed=None
-  )
+  scale(opaque_thread(), powers, *keep[:1], *sources, *targets)

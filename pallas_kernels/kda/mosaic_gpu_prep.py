@@ -9,8 +9,7 @@ log2 decays from the chunk's first row, and R an integer near the middle of a
   k+ = k 2^(G - R)   k- = k 2^(R - G)   q+ = q 2^(G - R)
 
 Diagonal 32x32 blocks of the two score matrices are q+ k-^T and k+ k-^T; the
-lower left block takes k- from the first half and q+, k+ from the second, both
-moved to an integer R_b at the boundary, where no exponent is positive. All
+lower left block takes k- from the first half, moved to the second half's R. All
 further tiles are k+, k-, q+ with whole columns scaled by powers of two. A later
 token reaches an earlier row only through such integers, hence exactly not.
 
@@ -38,6 +37,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda import mosaic_gpu_lanes as lanes_lib
+from pallas_kernels.kda import mosaic_gpu_warp as warp_lib
 
 CHUNK = 64
 HALF = 32
@@ -47,7 +47,9 @@ NORM_EPSILON = 1e-6
 # are exact, so a factor is the same whatever integer it is taken relative to.
 _TO_GRID = 1.5 * 2.0**9
 
-_NARROW = (plgpu.TilingTransform((8, 16)), plgpu.SwizzleTransform(32))
+# What the past rows are multiplied by when they move to the other half's R, and
+# their scores divided: under strong decay bf16 has no such small numbers.
+_MOVED_SHIFT = 32
 ROW = plgpu.Layout.WGMMA.reduce(1)  # a value per row of a wgmma tile
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 # The first of a kernel's small [64] vectors.
@@ -117,34 +119,33 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, flags):
   def barriers(arrivals):
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=(pairs,))
 
-  tiled = lanes_lib.TILED
+  def tile_of(rows, columns):
+    return smem((rows, columns), jnp.bfloat16, lanes_lib.TILED)
+
+  z_tile, kg_tile = smem((CHUNK, width), z.dtype), tile_of(CHUNK, width)
+  # k-, and below it its first half as the second half's rows see it.
+  past = tile_of(CHUNK + HALF, width)
   if z.dtype == jnp.float32:
-    z_tile = smem((1, CHUNK, width), jnp.float32)
+    # Too large to be there beside the tiles that are made after its end.
+    scratch = dict(z_union=plgpu.RefUnion(z_tile, [kg_tile, past]))
   else:
-    z_tile = smem((2, CHUNK, width), z.dtype)  # the second is never used
-  scratch = dict(
-      q_tile=smem((CHUNK, width), jnp.bfloat16, tiled),
-      k_tile=smem((CHUNK, width), jnp.bfloat16, tiled),
-      # The logits die before k- and kg are made.
-      z_union=plgpu.RefUnion(
-          z_tile, smem((2, CHUNK, width), jnp.bfloat16, tiled)
+    scratch = dict(z_tile=z_tile, kg_tile=kg_tile, past=past)
+  scratch |= dict(
+      q_tile=tile_of(CHUNK, width),
+      k_tile=tile_of(CHUNK, width),
+      aqk_tile=tile_of(CHUNK, CHUNK),
+      solve_union=plgpu.RefUnion(
+          tile_of(CHUNK, CHUNK), smem(warp_lib.BLOCKS, jnp.bfloat16)
       ),
-      # The operands of the lower left block die before the inverse begins.
-      cross_union=plgpu.RefUnion(
-          smem((3 * HALF * 128 // width, width), jnp.bfloat16, tiled),
-          smem((6, CHUNK, HALF), jnp.bfloat16, _NARROW),
-      ),
-      aqk_tile=smem((CHUNK, CHUNK), jnp.bfloat16, tiled),
-      solve_tile=smem((CHUNK, CHUNK), jnp.bfloat16, tiled),
       totals=smem((4, width), jnp.float32),
-      powers=smem((4, width), jnp.float32),
+      powers=smem((4, width), jnp.bfloat16),
       rows=smem((4, CHUNK), jnp.float32),
       channels=smem((2, width), jnp.float32),
       z_ready=barriers(2),
       qk_ready=barriers(3 if plan.masked else 2),
       beta_ready=barriers(1),
       pair_barrier=barriers(2),
-      tiles_read=barriers(2),
+      tiles_read=barriers(1),
   )
   operands = [q, k, z, beta, slope, bias]
   if plan.masked:
@@ -207,15 +208,13 @@ def _prep_body(
   nkgam_gm, qg_gm, kg_gm, aqk_gm, solve_gm, gam_gm, scales_gm = outputs
   warpgroup = lax.axis_index("warpgroup")
   pair, role = lax.div(warpgroup, 2), lax.rem(warpgroup, 2)
-  z_ref, late_ref = members(scratch.pop("z_union"))
-  cross_ref, blocks_ref = members(scratch.pop("cross_union"))
-  refs = scratch | dict(
-      z_tile=z_ref.at[:, 0],
-      k_minus=late_ref.at[:, 0],
-      kg_tile=late_ref.at[:, 1],
-      cross=cross_ref,
-      blocks=blocks_ref,
-  )
+  solve_tile, blocks = members(scratch.pop("solve_union"))
+  refs = scratch | dict(solve_tile=solve_tile, blocks=blocks)
+  early = "z_tile" in refs
+  if not early:
+    refs["z_tile"], (refs["kg_tile"], refs["past"]) = refs.pop("z_union")
+  refs["k_minus"] = refs["past"].at[:, pl.ds(0, CHUNK)]
+  refs["moved"] = refs["past"].at[:, pl.ds(CHUNK, HALF)]
 
   def views(i=0):
     # Adds a zero that the compiler cannot know: else it computes the address of
@@ -229,7 +228,7 @@ def _prep_body(
   interpret = plan.interpret is not None
 
   def lanes_of(half):
-    return lanes_lib.Lanes.create(width, half, interpret)
+    return lanes_lib.Quads.create(width, half, interpret)
 
   def rows_of(i):
     b, chunk, head = walk.item(first, i)
@@ -259,81 +258,92 @@ def _prep_body(
     plgpu.barrier_arrive(s["pair_barrier"])
     plgpu.barrier_wait(s["pair_barrier"])
 
-  @pl.when(count > 0)
+  def of_next(i, load, s):
+    pl.when(i + 1 < count)(lambda: load(i + 1, s))
+
+  def slope_of(i):
+    return slope_gm[walk.item(first, i)[2]]
+
+  @pl.when((count > 0) & (role == 1))
   def _():
-    @pl.when(role == 1)
-    def _():
-      load_z(0, views())
-      load_qk(0, views())
+    load_z(0, views())
+    load_qk(0, views())
 
-    @pl.when(role == 0)
-    def _():
-      load_beta(0, views())
-
-  def one_item(i, _):
+  def one_item(i, slope):
     b, chunk, head = walk.item(first, i)
     out = (b, head, chunk)
     s = views(i)
     if plan.masked:
       plgpu.barrier_wait(s["qk_ready"])
     plgpu.barrier_wait(s["z_ready"])
-    sums = gate_sums(plan, lanes_of(role), slope_gm[head], s)
+    lanes = lanes_of(role)
+    sums, earlier, total = lanes.sums_by_group(
+        gate_decays(plan, lanes, slope, s)
+    )
+    lanes.store_group(s["totals"], total)
+    slope = slope_of(jnp.minimum(i + 1, count - 1))
+    # The last item has left what is written from here on.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    pl.when(role == 0)(lambda: load_beta(i, s))
     if not plan.masked:
       plgpu.barrier_wait(s["qk_ready"])
     if plan.raw:
       row_norms(plan, role, s)
     sync(s)
-    _decayed_tiles(plan, lanes_of(role), sums, s)
+    if early:
+      pl.when(role == 1)(lambda: of_next(i, load_z, s))
+    _decayed_tiles(plan, lanes_of(role), sums, earlier, s)
     sync(s)
 
     @pl.when(role == 0)
     def _():
-      score, low = _scores("k_tile", 0, s)
+      score, low = _scores("k_tile", s)
       plgpu.barrier_wait(s["beta_ready"])
       beta = _scales(plan, s)
       parts = _lower_parts(plan, score, low, beta, s)
+      plgpu.commit_smem()
       plgpu.barrier_arrive(s["tiles_read"])
-      plgpu.barrier_wait(s["tiles_read"])
-      solve = _invert(parts, s["blocks"], interpret)
-      s["solve_tile"][...] = solve.astype(jnp.bfloat16)
+      solve = warp_lib.invert(*parts, s["blocks"], interpret)
+      s["solve_tile"][...] = solve
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(s["solve_tile"], solve_gm.at[out])
       plgpu.copy_smem_to_gmem(s["rows"].at[pl.ds(BETA, 2)], scales_gm.at[out])
-      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-      @pl.when(i + 1 < count)
-      def _():
-        load_beta(i + 1, s)
 
     @pl.when(role == 1)
     def _():
       plgpu.copy_smem_to_gmem(s["kg_tile"], kg_gm.at[out])
       plgpu.copy_smem_to_gmem(s["channels"].at[1], gam_gm.at[out])
-      score, low = _scores("q_tile", HALF, s)
-      plgpu.barrier_arrive(s["tiles_read"])
+      score, low = _scores("q_tile", s)
       s["aqk_tile"][...] = _causal(plan, score, low, s).astype(jnp.bfloat16)
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(s["aqk_tile"], aqk_gm.at[out])
-      plgpu.barrier_wait(s["tiles_read"])
       plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-
-      @pl.when(i + 1 < count)
-      def _():
-        load_z(i + 1, s)
-
-      _scale_to_state(plan, width, interpret, s)
+      plgpu.barrier_wait(s["tiles_read"])
+      # -k 2^G and q 2^G take the places of kg and k-, so that the next item's
+      # q and k can come while these leave.
+      keep = (s["flags"], READS_STATE) if plan.masked else ()
+      lanes_lib.scale_columns(
+          [s["k_tile"], s["q_tile"]],
+          [s["kg_tile"], s["k_minus"]],
+          [-1, 1],
+          s["powers"],
+          keep,
+          interpret,
+      )
       plgpu.commit_smem()
-      plgpu.copy_smem_to_gmem(s["k_tile"], nkgam_gm.at[out])
-      plgpu.copy_smem_to_gmem(s["q_tile"], qg_gm.at[out])
-      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      plgpu.copy_smem_to_gmem(s["kg_tile"], nkgam_gm.at[out])
+      plgpu.copy_smem_to_gmem(s["k_minus"], qg_gm.at[out])
+      of_next(i, load_qk, s)
+      if not early:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        of_next(i, load_z, s)
 
-      @pl.when(i + 1 < count)
-      def _():
-        load_qk(i + 1, s)
+    return slope
 
-    return None
+  @pl.when(count > 0)
+  def _():
+    lax.fori_loop(0, count, one_item, slope_of(0))
 
-  lax.fori_loop(0, count, one_item, None)
   plgpu.wait_smem_to_gmem(0)
 
 
@@ -343,7 +353,14 @@ def members(union):
 
 
 def gate_sums(plan, lanes, slope, s):
-  """Running sums of the log2 decay over this thread's 16 rows."""
+  """Running sums of the log2 decay over a warp's rows; writes their totals."""
+  sums, total = lanes.running_sums(gate_decays(plan, lanes, slope, s))
+  lanes.store_group(s["totals"], total)
+  return sums
+
+
+def gate_decays(plan, lanes, slope, s):
+  """Log2 decays of this thread's rows."""
   if plan.raw:
     bias = lanes.load_channels(s["channels"].at[0])
   decays = {}
@@ -358,9 +375,7 @@ def gate_sums(plan, lanes, slope, s):
       flags = lanes.load_row_value(s["flags"], r)
       g = jnp.where((flags & VALID) != 0, g, 0.0)
     decays[r] = g
-  sums, total = lanes.running_sums(decays)
-  lanes.store_group(s["totals"], total)
-  return sums
+  return decays
 
 
 def row_norms(plan, role, s):
@@ -369,11 +384,7 @@ def row_norms(plan, role, s):
 
     @pl.when(role == r)
     def _(r=r, name=name, scale=scale):
-      squares = 0.0
-      for start in range(0, s[name].shape[1], 64):  # fewer registers at once
-        piece = s[name].at[:, pl.ds(start, 64)]
-        x = lanes_lib.load_wide(piece, plan.interpret is not None)
-        squares += jnp.sum(x * x, axis=1)
+      squares = warp_lib.row_squares(s[name], plan.interpret is not None)
       norm = lax.rsqrt(squares + NORM_EPSILON) * scale
       if r == Q_NORM:
         s["rows"][r] = norm
@@ -404,49 +415,51 @@ def _scales(plan, s):
   return beta
 
 
-def _decayed_tiles(plan, lanes, sums, s):
-  """Writes k+, q+ in place, k-, kg, the cross operands and the powers."""
+def _decayed_tiles(plan, lanes, sums, earlier, s):
+  """Writes k+, q+ in place, k-, k- as moved, kg and the powers."""
   at = references(lanes, s)
+  at = dataclasses.replace(at, base=at.base + earlier)
   to_state = jnp.exp2(at.whole - at.middle)
-  # Both are <= 1: from the middle of a half to the boundary between halves.
-  to_edge = jnp.exp2(at.to_edge).astype(jnp.bfloat16)
+  # Two steps, by way of the boundary: at once it can be too small a factor for
+  # a number that matters.
+  steps = at.to_edge + _MOVED_SHIFT, at.from_edge
+  steps = [jnp.exp2(x).astype(jnp.bfloat16) for x in steps]
   gam = jnp.exp2(at.whole)
   if plan.masked:
     # The state passes only if the chunk ends in the segment it began in.
     keeps = (s["flags"][0] & KEEPS_STATE) != 0
     gam = jnp.where(keeps, gam, 0.0)
-  lanes.store_group(s["powers"], jnp.exp2(at.middle))
+    flags = lanes.load_row_vectors(s["flags"])
+  lanes.store_group(s["powers"], jnp.exp2(at.middle).astype(jnp.bfloat16))
   lanes.store_channels(s["channels"].at[1], gam)
+  if plan.raw:
+    k_norms, q_norms = (
+        lanes.load_row_vectors(s["rows"].at[row]) for row in (K_NORM, Q_NORM)
+    )
   for r in lanes.rows:
     decay = at.relative(sums[r])
     plus, minus = jnp.exp2(decay), jnp.exp2(-decay)
     k = lanes.widen(lanes.load_tile(s["k_tile"], r))
     q = lanes.widen(lanes.load_tile(s["q_tile"], r))
     if plan.raw:
-      k *= lanes.load_row_value(s["rows"].at[K_NORM], r)
-      q *= lanes.load_row_value(s["rows"].at[Q_NORM], r)
+      k *= k_norms[r]
+      q *= q_norms[r]
     else:
       q *= plan.scale
     if plan.masked:
-      flags = lanes.load_row_value(s["flags"], r)
-      valid = (flags & VALID) != 0
+      valid = (flags[r] & VALID) != 0
       k, q = jnp.where(valid, k, 0.0), jnp.where(valid, q, 0.0)
     k_past = k * minus
     kg = k_past * to_state
     if plan.masked:
-      kg = jnp.where((flags & WRITES_STATE) != 0, kg, 0.0)
-    k_plus = (k * plus).astype(jnp.bfloat16)
+      kg = jnp.where((flags[r] & WRITES_STATE) != 0, kg, 0.0)
     k_past = k_past.astype(jnp.bfloat16)
-    q_plus = (q * plus).astype(jnp.bfloat16)
-    lanes.store_tile(s["k_tile"], r, k_plus)
-    lanes.store_tile(s["q_tile"], r, q_plus)
+    lanes.store_tile(s["k_tile"], r, (k * plus).astype(jnp.bfloat16))
+    lanes.store_tile(s["q_tile"], r, (q * plus).astype(jnp.bfloat16))
     lanes.store_tile(s["k_minus"], r, k_past)
     lanes.store_tile(s["kg_tile"], r, kg.astype(jnp.bfloat16))
-    k_edge = lanes.where_warp_from(2, k_plus, k_past) * to_edge
-    lanes.store_tile(s["cross"], r, k_edge)
-    # The lower warps have no query to move: they write their row once more.
-    q_edge = lanes.where_warp_from(2, q_plus * to_edge, k_edge)
-    lanes.store_tile(s["cross"], r, q_edge, upper_offset=HALF)
+    moved = k_past * steps[0] * steps[1]
+    lanes.store_tile_of_first_half(s["moved"], r, moved)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -469,8 +482,8 @@ class References:
 
   def relative(self, running):
     """G - R exactly, G being rounded to the grid."""
-    # Multiples of the grid: the two subtractions are exact, and so is their sum.
-    return ((self.base + running) + _TO_GRID) - (_TO_GRID + self.middle)
+    # A sum on the grid less a multiple of it: exact.
+    return ((self.base + _TO_GRID) + running) - (_TO_GRID + self.middle)
 
 
 def references(lanes, s) -> References:
@@ -498,25 +511,15 @@ def _truncate(x):
   return x.astype(jnp.int32).astype(jnp.float32)
 
 
-def _scores(plus, window, s):
-  """Returns plus k-^T and the lower left block in rows 32 .. 63.
+def _scores(plus, s):
+  """Returns plus k-^T, and plus moved^T as the lower left block."""
 
-  The cross rows are the past, k and q of the second half, 32 each; the 64 rows
-  from `window` on end with this side's 32.
-  """
+  def multiply(acc):
+    plgpu.wgmma(acc, s[plus], s["past"].transpose((1, 0)))
+    return acc[...]
 
-  def multiply(score, low):
-    plgpu.wgmma(score, s[plus], s["k_minus"].transpose((1, 0)))
-    plgpu.wgmma(
-        low,
-        s["cross"].at[pl.ds(window, CHUNK)],
-        s["cross"].at[pl.ds(0, HALF)].transpose((1, 0)),
-    )
-    return score[...], low[...]
-
-  return pl.run_scoped(
-      multiply, plgpu.ACC((CHUNK, CHUNK)), plgpu.ACC((CHUNK, HALF))
-  )
+  acc = pl.run_scoped(multiply, plgpu.ACC((CHUNK, CHUNK + HALF)))
+  return acc[:, :CHUNK], acc[:, CHUNK:]
 
 
 def _first_of_run(s):
@@ -530,6 +533,7 @@ def _causal(plan, score, low, s):
   """tril(q k^T decay) from the diagonal blocks and the lower left one."""
   row, column = lanes_lib.tile_indices(CHUNK, plan.interpret is not None)
   score = jnp.where(column <= row, score, 0.0)
+  low *= 2.0**-_MOVED_SHIFT
   left = jnp.where(row[:, :HALF] >= HALF, low, score[:, :HALF])
   score = jnp.concatenate([left, score[:, HALF:]], axis=1)
   if plan.masked:
@@ -547,6 +551,7 @@ def _lower_parts(plan, score, low, beta, s):
   """
   size = lanes_lib.ROWS
   score *= lax.broadcast_in_dim(beta, score.shape, (0,))
+  beta *= 2.0**-_MOVED_SHIFT
   low *= lax.broadcast_in_dim(beta, low.shape, (0,))
   if plan.masked:
     _, column = lanes_lib.tile_indices(CHUNK, plan.interpret is not None)
@@ -565,82 +570,3 @@ def _lower_parts(plan, score, low, beta, s):
   low_row, _ = lanes_lib.tile_indices(HALF, plan.interpret is not None)
   corner = jnp.where(low_row >= HALF, low, 0.0)
   return diagonal, beside, corner
-
-
-def _invert(parts, blocks_ref, interpret):
-  """(I + L)^-1 - I from 16x16 substitutions and two block merges.
-
-  [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]. A warp's registers
-  hold its own 16 rows, so blocks of one height lie side by side in a narrow
-  array; a product that needs another right operand in another warp is taken
-  for each and the warp's own kept. Operands are split in two bf16 halves.
-  """
-  diagonal, beside, corner = parts
-  size = lanes_lib.ROWS
-  row, _ = lanes_lib.tile_indices(size, interpret)
-  block = row // size
-  zero = plgpu.layout_cast(jnp.zeros_like(diagonal), plgpu.Layout.WGMMA)
-  inverse = lanes_lib.invert_diagonal_blocks(diagonal, interpret)
-
-  def merge_16(a, b, rows):
-    products = _split_products(a, b, blocks_ref, rows, interpret)
-    return jnp.where(block == 1, products[0], products[1])
-
-  right = merge_16(beside, inverse, ((0, size), (2 * size, size)))
-  below = merge_16(inverse, right, ((size, size), (3 * size, size)))
-  odd = block % 2 == 1
-  # [X_w, 0] in even warps, [X_(w, w - 1), X_w] in odd ones.
-  pair = jnp.concatenate(
-      [jnp.where(odd, -below, inverse), jnp.where(odd, inverse, zero)], axis=1
-  )
-  top, bottom = ((0, HALF),), ((HALF, HALF),)
-  [right] = _split_products(corner, pair, blocks_ref, top, interpret)
-  [below] = _split_products(pair, right, blocks_ref, bottom, interpret)
-  row, column = lanes_lib.tile_indices(HALF, interpret)
-  pair = jnp.where(column == row % HALF, 0.0, pair)
-  upper = row >= HALF
-  wide_zero = jnp.concatenate([zero, zero], axis=1)
-  return jnp.concatenate(
-      [jnp.where(upper, -below, pair), jnp.where(upper, pair, wide_zero)],
-      axis=1,
-  )
-
-
-def _split_products(a, b, blocks_ref, rows, interpret):
-  """a @ b[first : first + count] in fp32 for each (first, count) of rows."""
-  columns = pl.ds(0, b.shape[1])
-  for i, part in enumerate(lanes_lib.split(b)):
-    blocks_ref.at[i, :, columns][...] = part
-  plgpu.commit_smem()
-  a_high, a_low = lanes_lib.split(a)
-
-  def multiply(*accs):
-    for left, right in ((a_high, 0), (a_low, 0), (a_high, 1)):
-      if interpret:  # its wgmma takes no registers
-        staged = blocks_ref.at[2, :, pl.ds(0, a.shape[1])]
-        staged[...] = left
-        left = staged
-      for acc, (first, count) in zip(accs, rows, strict=True):
-        window = blocks_ref.at[right, pl.ds(first, count), columns]
-        plgpu.wgmma(acc, left, window)
-    return [acc[...] for acc in accs]
-
-  accs = [plgpu.ACC((CHUNK, b.shape[1])) for _ in rows]
-  products = pl.run_scoped(multiply, *accs)
-  plgpu.commit_smem()  # Read before the next product's operand is written.
-  return products
-
-
-def _scale_to_state(plan, width, interpret, s):
-  """In place: k+ -> -k 2^G, q+ -> q 2^G; exact, the factor being 2^R."""
-  for half in (0, 1):
-    lanes = lanes_lib.Lanes.create(width, half, interpret)
-    power = lanes.load_group(s["powers"]).astype(jnp.bfloat16)
-    for r in lanes.rows:
-      if plan.masked:
-        flags = lanes.load_row_value(s["flags"], r)
-      for name, factor in (("k_tile", -power), ("q_tile", power)):
-        x = lanes.load_tile(s[name], r) * factor
-        if plan.masked:
-          x = jnp.where((flags & READS_STATE) != 0, x, 0.0)
-        lanes.store_tile(s[name], r, x)
