@@ -52,6 +52,7 @@ _TO_GRID = 1.5 * 2.0**9
 _MOVED_SHIFT = 32
 ROW = plgpu.Layout.WGMMA.reduce(1)  # a value per row of a wgmma tile
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
+_PREFETCH = ("sync",)
 # The first of a kernel's small [64] vectors.
 K_NORM, Q_NORM, BETA, MANTISSA = range(4)
 
@@ -247,6 +248,18 @@ def _prep_body(
     for gm in flags_gm:
       plgpu.copy_gmem_to_smem(gm.at[b, rows], s["flags"], s["qk_ready"])
 
+  def prefetch_qk(i, s):
+    del s
+    b, _, head, rows = rows_of(i)
+    source = lax.div(head, walk.heads_per_query)
+    for gm in (q_gm, k_gm):
+      plgpu.async_prefetch(gm.at[b, rows, source])
+
+  def prefetch_z(i, s):
+    del s
+    b, _, head, rows = rows_of(i)
+    plgpu.async_prefetch(z_gm.at[b, rows, head])
+
   def load_beta(i, s):
     b, _, head, rows = rows_of(i)
     plgpu.copy_gmem_to_smem(
@@ -276,6 +289,8 @@ def _prep_body(
     if plan.masked:
       plgpu.barrier_wait(s["qk_ready"])
     plgpu.barrier_wait(s["z_ready"])
+    if "start" in _PREFETCH:
+      pl.when(role == 0)(lambda: of_next(i, prefetch_qk, s))
     lanes = lanes_of(role)
     sums, earlier, total = lanes.sums_by_group(
         gate_decays(plan, lanes, slope, s)
@@ -292,19 +307,25 @@ def _prep_body(
     sync(s)
     if early:
       pl.when(role == 1)(lambda: of_next(i, load_z, s))
+    if "sync" in _PREFETCH:
+      pl.when(role == 0)(lambda: of_next(i, prefetch_qk, s))
+    if "z" in _PREFETCH:
+      pl.when(role == 0)(
+          lambda: pl.when(i + 2 < count)(lambda: prefetch_z(i + 2, s))
+      )
     _decayed_tiles(plan, lanes_of(role), sums, earlier, s)
     sync(s)
 
     @pl.when(role == 0)
     def _():
-      score, low = _scores("k_tile", s)
+      scores = _scores("k_tile", s)
       plgpu.barrier_wait(s["beta_ready"])
-      beta = _scales(plan, s)
-      parts = _lower_parts(plan, score, low, beta, s)
+      beta, seen = _scales(plan, s), _first_of_run(plan, s)
       plgpu.commit_smem()
       plgpu.barrier_arrive(s["tiles_read"])
-      solve = warp_lib.invert(*parts, s["blocks"], interpret)
-      s["solve_tile"][...] = solve
+      s["solve_tile"][...] = warp_lib.invert(
+          scores, beta, seen, s["blocks"], _MOVED_SHIFT, interpret
+      )
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(s["solve_tile"], solve_gm.at[out])
       plgpu.copy_smem_to_gmem(s["rows"].at[pl.ds(BETA, 2)], scales_gm.at[out])
@@ -313,8 +334,10 @@ def _prep_body(
     def _():
       plgpu.copy_smem_to_gmem(s["kg_tile"], kg_gm.at[out])
       plgpu.copy_smem_to_gmem(s["channels"].at[1], gam_gm.at[out])
-      score, low = _scores("q_tile", s)
-      s["aqk_tile"][...] = _causal(plan, score, low, s).astype(jnp.bfloat16)
+      scores, seen = _scores("q_tile", s), _first_of_run(plan, s)
+      s["aqk_tile"][...] = warp_lib.causal(
+          scores, seen, _MOVED_SHIFT, interpret
+      )
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(s["aqk_tile"], aqk_gm.at[out])
       plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -438,7 +461,8 @@ def _decayed_tiles(plan, lanes, sums, earlier, s):
     )
   for r in lanes.rows:
     decay = at.relative(sums[r])
-    plus, minus = jnp.exp2(decay), jnp.exp2(-decay)
+    plus = jnp.exp2(decay)
+    minus = lanes.reciprocal(plus)
     k = lanes.widen(lanes.load_tile(s["k_tile"], r))
     q = lanes.widen(lanes.load_tile(s["q_tile"], r))
     if plan.raw:
@@ -512,61 +536,18 @@ def _truncate(x):
 
 
 def _scores(plus, s):
-  """Returns plus k-^T, and plus moved^T as the lower left block."""
+  """plus k-^T, and behind it plus moved^T: [64, 64 + 32]."""
 
   def multiply(acc):
     plgpu.wgmma(acc, s[plus], s["past"].transpose((1, 0)))
     return acc[...]
 
-  acc = pl.run_scoped(multiply, plgpu.ACC((CHUNK, CHUNK + HALF)))
-  return acc[:, :CHUNK], acc[:, CHUNK:]
+  return pl.run_scoped(multiply, plgpu.ACC((CHUNK, CHUNK + HALF)))
 
 
-def _first_of_run(s):
-  """[64, 64]: the first row of the chunk that is in a row's run."""
+def _first_of_run(plan, s):
+  """By rows, the first row of the chunk that is in a row's run."""
+  if not plan.masked:
+    return None
   flags = plgpu.load(s["flags"], layout=ROW)
-  first = lax.shift_right_logical(flags, FIRST_SHIFT) & 0xFF
-  return lax.broadcast_in_dim(first, (CHUNK, CHUNK), (0,))
-
-
-def _causal(plan, score, low, s):
-  """tril(q k^T decay) from the diagonal blocks and the lower left one."""
-  row, column = lanes_lib.tile_indices(CHUNK, plan.interpret is not None)
-  score = jnp.where(column <= row, score, 0.0)
-  low *= 2.0**-_MOVED_SHIFT
-  left = jnp.where(row[:, :HALF] >= HALF, low, score[:, :HALF])
-  score = jnp.concatenate([left, score[:, HALF:]], axis=1)
-  if plan.masked:
-    score = jnp.where(column >= _first_of_run(s), score, 0.0)
-  return score
-
-
-def _lower_parts(plan, score, low, beta, s):
-  """The strictly lower blocks of b k k^T decay that the inverse works on.
-
-  Returns:
-    diagonal: [64, 16], row block w holding block (w, w).
-    beside: [64, 16], row blocks 1 and 3 holding blocks (1, 0) and (3, 2).
-    corner: [64, 32], rows 32 .. 63 holding the lower left block.
-  """
-  size = lanes_lib.ROWS
-  score *= lax.broadcast_in_dim(beta, score.shape, (0,))
-  beta *= 2.0**-_MOVED_SHIFT
-  low *= lax.broadcast_in_dim(beta, low.shape, (0,))
-  if plan.masked:
-    _, column = lanes_lib.tile_indices(CHUNK, plan.interpret is not None)
-    same = column >= _first_of_run(s)
-    score = jnp.where(same, score, 0.0)
-    low = jnp.where(same[:, :HALF], low, 0.0)
-  row, column = lanes_lib.tile_indices(size, plan.interpret is not None)
-  block = row // size
-  columns = [score[:, size * w : size * (w + 1)] for w in range(4)]
-  diagonal = columns[3]
-  for w in range(3):
-    diagonal = jnp.where(block == w, columns[w], diagonal)
-  diagonal = jnp.where(column < row % size, diagonal, 0.0)
-  beside = jnp.where(block == 1, columns[0], columns[2])
-  beside = jnp.where(block % 2 == 1, beside, 0.0)
-  low_row, _ = lanes_lib.tile_indices(HALF, plan.interpret is not None)
-  corner = jnp.where(low_row >= HALF, low, 0.0)
-  return diagonal, beside, corner
+  return lax.shift_right_logical(flags, FIRST_SHIFT) & 0xFF

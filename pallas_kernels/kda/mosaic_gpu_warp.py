@@ -29,12 +29,16 @@ SIZE = 16
 # inverse of the upper half, each as a high and a low part.
 BLOCKS = (4, 32, 32)
 _CORNER, _UPPER = 0, 2
+_EQ, _UGE = arith.CmpIPredicate.eq, arith.CmpIPredicate.uge
+_SGE, _SLE = arith.CmpIPredicate.sge, arith.CmpIPredicate.sle
 _PART_BYTES = 32 * 32 * 2
 _WGMMA = plgpu.Layout.WGMMA
+_ROW = _WGMMA.reduce(1)
+_SQUARE = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=_WGMMA)
 
 
-def invert(diagonal, beside, corner, blocks, interpret: bool) -> jax.Array:
-  """(I + L)^-1 - I in bf16, L being strictly lower, [64, 64].
+def invert(scores, beta, first, blocks, shift, interpret: bool) -> jax.Array:
+  """(I + L)^-1 - I in bf16, L = beta times the scores below the diagonal.
 
   16x16 substitutions and two block merges in fp32,
 
@@ -44,25 +48,44 @@ def invert(diagonal, beside, corner, blocks, interpret: bool) -> jax.Array:
   first: it is the left operand of the next product as it stands in registers.
 
   Args:
-    diagonal: [64, 16] fp32, rows of warp w holding L's block (w, w).
-    beside: [64, 16], warps 1 and 3 holding blocks (1, 0) and (3, 2).
-    corner: [64, 32], warps 2 and 3 holding L's lower left quarter.
+    scores: [64, 64 + 32] fp32, the diagonal 32x32 blocks of the first 64
+      columns, and in rows 32 .. 63 of the rest 2^shift times the lower left
+      block. What is elsewhere may be anything.
+    beta: [64] by rows.
+    first: [64] int32, the first column that a row sees, or None.
     blocks: [BLOCKS] bf16 in shared memory, overwritten and free afterwards.
+    shift: see scores.
     interpret: use array terms.
   """
   if interpret:
-    return _invert_by_arrays(diagonal, beside, corner).astype(jnp.bfloat16)
+    scores = _joined(scores, first, shift, 0)
+    return _invert_by_arrays(scores * beta[:, None]).astype(jnp.bfloat16)
+  by_row = [beta] if first is None else [beta, first]
 
   @plgpu.inline_mgpu(
-      arg_types=(_WGMMA, _WGMMA, _WGMMA, plgpu.RefType(())),
-      return_type=plgpu.ShapeDtypeStruct(
-          (64, 64), jnp.bfloat16, layout=_WGMMA
-      ),
+      arg_types=(plgpu.RefType(()), _WGMMA, *[_ROW] * len(by_row)),
+      return_type=_SQUARE,
   )
-  def run(_, diagonal, beside, corner, memory):
-    return _invert(diagonal, beside, corner, memory)
+  def run(_, memory, scores, beta, *first):
+    values = _scalars(beta)
+    return _invert(_Scores(scores, first, shift), values, memory)
 
-  return run(diagonal, beside, corner, blocks)
+  return run(blocks, scores, *by_row)
+
+
+def causal(scores, first, shift, interpret: bool) -> jax.Array:
+  """The scores up to the diagonal in bf16, zero above; see `invert`."""
+  if interpret:
+    return _joined(scores, first, shift, 1).astype(jnp.bfloat16)
+  by_row = [] if first is None else [first]
+
+  @plgpu.inline_mgpu(
+      arg_types=(_WGMMA, *[_ROW] * len(by_row)), return_type=_SQUARE
+  )
+  def run(_, scores, *first):
+    return _causal(_Scores(scores, first, shift))
+
+  return run(scores, *by_row)
 
 
 def row_squares(tile, interpret: bool) -> jax.Array:
@@ -70,7 +93,6 @@ def row_squares(tile, interpret: bool) -> jax.Array:
 
   A warp multiplies its rows by themselves and keeps the diagonal.
   """
-  layout = _WGMMA.reduce(1)
   if interpret:
     x = plgpu.load(tile, layout=_WGMMA).astype(jnp.float32)
     return jnp.sum(x * x, axis=1)
@@ -78,7 +100,7 @@ def row_squares(tile, interpret: bool) -> jax.Array:
 
   @plgpu.inline_mgpu(
       arg_types=(plgpu.RefType(_tiled()),),
-      return_type=plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=layout),
+      return_type=plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=_ROW),
   )
   def run(_, memory):
     return _row_squares(memory, width)
@@ -90,21 +112,33 @@ def _tiled():
   return (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
-def _invert_by_arrays(diagonal, beside, corner):
-  d = diagonal.reshape(4, SIZE, SIZE)
+def _joined(scores, first, shift, diagonal):
+  """The lower triangle of [64, 64] scores, in array terms."""
+  row, column = (lax.broadcasted_iota(jnp.int32, (64, 64), d) for d in (0, 1))
+  corner = scores[:, 64:] * 2.0**-shift
+  left = jnp.where(row[:, :32] >= 32, corner, scores[:, :32])
+  joined = jnp.concatenate([left, scores[:, 32:64]], axis=1)
+  keep = column < row + diagonal
+  if first is not None:
+    keep = keep & (column >= first[:, None])
+  return jnp.where(keep, joined, 0.0)
+
+
+def _invert_by_arrays(lower):
+  block = lambda i, j: lower[SIZE * i :][:SIZE, SIZE * j :][:, :SIZE]
+  d = jnp.stack([block(w, w) for w in range(4)])
   x = jnp.broadcast_to(jnp.eye(SIZE, dtype=jnp.float32), d.shape)
   for j in range(SIZE - 1):
     x = x - d[:, :, j : j + 1] * x[:, j : j + 1, :]
-  beside = beside.reshape(4, SIZE, SIZE)
   zero = jnp.zeros((SIZE, SIZE), jnp.float32)
   halves = []
   for w in (0, 2):
-    merged = -_split_dot(_split_dot(x[w + 1], beside[w + 1]), x[w])
+    merged = -_split_dot(_split_dot(x[w + 1], block(w + 1, w)), x[w])
     halves.append(jnp.block([[x[w], zero], [merged, x[w + 1]]]))
-  upper, lower = halves
-  merged = -_split_dot(_split_dot(lower, corner[32:]), upper)
+  upper, bottom = halves
+  merged = -_split_dot(_split_dot(bottom, lower[32:, :32]), upper)
   eye, zero = jnp.eye(32, dtype=jnp.float32), jnp.zeros((32, 32), jnp.float32)
-  return jnp.block([[upper - eye, zero], [merged, lower - eye]])
+  return jnp.block([[upper - eye, zero], [merged, bottom - eye]])
 
 
 def _split_dot(a, b):
@@ -143,13 +177,13 @@ class _Lane:
     self.warp = arith.remui(arith.divui(thread, c(32)), c(4))
     self.row = arith.divui(self.lane, c(4))
     self.pair = arith.remui(self.lane, c(4))
+    # Of a block on the diagonal, the row less the pair's first column.
+    self.offset = arith.subi(self.row, arith.muli(self.pair, c(2)))
+    self.is_odd = arith.cmpi(_EQ, arith.remui(self.warp, c(2)), c(1))
+    self.is_lower = self.is_warp(_UGE, 2)
 
   def is_warp(self, predicate, value):
     return arith.cmpi(predicate, self.warp, _constant(value))
-
-
-_EQ = arith.CmpIPredicate.eq
-_UGE = arith.CmpIPredicate.uge
 
 
 def _address(memory):
@@ -325,13 +359,15 @@ def _transposed(word):
   )
 
 
-def _branch(condition, then, otherwise):
-  """then() where the warp's condition holds, else the words `otherwise`."""
-  branch = scf.IfOp(condition, [w.type for w in otherwise], has_else=True)
-  with ir.InsertionPoint(branch.then_block):
-    scf.yield_(then())
-  with ir.InsertionPoint(branch.else_block):
-    scf.yield_(otherwise)
+def _branch(condition, then, otherwise, count):
+  """`count` words of then() where the warp's condition holds, or otherwise()."""
+  branch = scf.IfOp(condition, [_types()[0]] * count, has_else=True)
+  for block, words in (
+      (branch.then_block, then),
+      (branch.else_block, otherwise),
+  ):
+    with ir.InsertionPoint(block):
+      scf.yield_(words())
   return list(branch.results)
 
 
@@ -342,23 +378,108 @@ def _only(condition, then):
     scf.yield_([])
 
 
-def _invert(diagonal, beside, corner, memory):
-  c = _constant
-  at = _Lane()
-  blocks = _Blocks(memory, at)
+class _Scores:
+  """[64, 64 + 32] scores in registers; see `invert`.
+
+  Attributes:
+    at: the lane's place.
+    tiles: [column tile][row half] pairs of fp32, the last four the corner's.
+  """
+
+  def __init__(self, array, first, shift):
+    self.at = at = _Lane()
+    self.tiles = _pairs(array, 12)
+    self._scale = arith.constant(_types()[1], 2.0**-shift)
+    self._seen = None  # [row half] first column seen, less this lane's
+    if first:
+      own = arith.muli(at.pair, _constant(2))
+      self._seen = [arith.subi(x, own) for x in _scalars(first[0])]
+
+  def in_run(self, pair, tile, half):
+    """A pair of column tile `tile`, zero where the row does not see it."""
+    if self._seen is None:
+      return pair
+    zero = arith.constant(_types()[1], 0.0)
+    seen = [
+        arith.cmpi(_SLE, self._seen[half], _constant(8 * tile + i))
+        for i in (0, 1)
+    ]
+    return [arith.select(s, x, zero) for s, x in zip(seen, pair, strict=True)]
+
+  def block(self, tiles):
+    """[column tile][row half] pairs of some tiles as far as seen."""
+    return [
+        [self.in_run(self.tiles[t][h], t, h) for h in (0, 1)] for t in tiles
+    ]
+
+  def corner(self):
+    """The lower left block, as far as seen; in warps 2 and 3."""
+    scaled = [
+        [[arith.mulf(x, self._scale) for x in pair] for pair in tile]
+        for tile in self.tiles[8:]
+    ]
+    return [
+        [self.in_run(pair, t, h) for h, pair in enumerate(tile)]
+        for t, tile in enumerate(scaled)
+    ]
+
+
+def _causal(scores):
+  c, at = _constant, scores.at
   zero = c(0)
-  is_odd = arith.cmpi(_EQ, arith.remui(at.warp, c(2)), c(1))
-  is_lower = at.is_warp(_UGE, 2)
+
+  def half_square(first):
+    """Words of 32 columns around the diagonal."""
+    block = scores.block(range(first, first + 4))
+    words = [_pack(*pair) for tile in block for pair in tile]
+    keeps = [arith.cmpi(_SGE, at.offset, c(i)) for i in (0, 1)]
+    triangle = arith.select(keeps[0], c(0xFFFF), zero)
+    triangle = arith.select(keeps[1], c(-1), triangle)
+    # Even warps have the diagonal in their first 16 columns, odd ones in the
+    # last; the columns before it stay, those behind go.
+    before = arith.select(at.is_odd, c(-1), triangle)
+    behind = arith.select(at.is_odd, triangle, zero)
+    every = arith.select(at.is_odd, c(-1), zero)
+    masks = [before, None, every, before, behind, every, None, behind]
+    masked = [
+        word if mask is None else arith.andi(word, mask)
+        for word, mask in zip(words, masks, strict=True)
+    ]
+    masked[6] = zero
+    return masked
+
+  def lower_rows():
+    corner = [_pack(*pair) for tile in scores.corner() for pair in tile]
+    return corner + half_square(4)
+
+  upper_rows = lambda: half_square(0) + [zero] * 8
+  return _bf16_array(_branch(at.is_lower, lower_rows, upper_rows, 16))
+
+
+def _invert(scores, beta, memory):
+  at, c = scores.at, _constant
+  zero = c(0)
+  blocks = _Blocks(memory, at)
+  is_odd, is_lower = at.is_odd, at.is_lower
+
+  def nothing(count):
+    return lambda: [zero] * count
+
+  def times_beta(block):
+    return [
+        [[arith.mulf(x, b) for x in pair] for pair, b in zip(tile, beta)]
+        for tile in block
+    ]
 
   def write_corner():
     rows = arith.muli(arith.remui(at.warp, c(2)), c(SIZE))
-    block = _pairs(corner, 4)
+    block = times_beta(scores.corner())
     for column in (0, 1):
       for part, words in enumerate(_split(block[2 * column :][:2])):
         blocks.store(_CORNER + part, 0, column, words, moved=rows)
 
   _only(is_lower, write_corner)
-  inverse = _substitute(at, _pairs(diagonal, 2))
+  inverse = _substitute(at, times_beta(_diagonal_block(scores)))
   x = _split(inverse)
 
   def write_inverse(row, column):
@@ -373,7 +494,8 @@ def _invert(diagonal, beside, corner, memory):
     _only(at.is_warp(_EQ, warp), write_inverse(*place))
 
   def merge_left():  # B^-1 C
-    parts = _split(_pairs(beside, 2))
+    block = _chosen(is_lower, scores.block((4, 5)), scores.block((0, 1)))
+    parts = _split(times_beta(block))
     right = [
         [tuple(_transposed(w) for w in words[2 * t :][:2]) for t in (0, 1)]
         for words in parts
@@ -381,7 +503,7 @@ def _invert(diagonal, beside, corner, memory):
     left = _split_multiply(_zeros(2), x, right)
     return [w for part in _split(_as_block(left)) for w in part]
 
-  words = _branch(is_odd, merge_left, [zero] * 8)
+  words = _branch(is_odd, merge_left, nothing(8), 8)
   left = words[:4], words[4:]
   mgpu_utils.warpgroup_barrier()
 
@@ -391,19 +513,20 @@ def _invert(diagonal, beside, corner, memory):
     parts = _split(_negated(_as_block(accs)))
     return [w for part in parts for w in part]
 
-  words = _branch(is_odd, merge_right, [zero] * 8)
+  words = _branch(is_odd, merge_right, nothing(8), 8)
   below = words[:4], words[4:]
 
   def write_below():
     for part in (0, 1):
       blocks.store(_UPPER + part, 1, 0, below[part])
 
+  _only(at.is_warp(_EQ, 1), write_below)
   # Of the warp's half inverse, its rows' two blocks: [X, 0] or [below, X].
-  choose = lambda a, b: [
-      arith.select(is_odd, v, w) for v, w in zip(a, b, strict=True)
-  ]
   rows = [
-      [choose(b, v) for b, v in zip(below, x, strict=True)],
+      [
+          [arith.select(is_odd, b, v) for b, v in zip(*part, strict=True)]
+          for part in zip(below, x, strict=True)
+      ],
       [[arith.select(is_odd, w, zero) for w in part] for part in x],
   ]
 
@@ -416,14 +539,10 @@ def _invert(diagonal, beside, corner, memory):
           right[part] += pairs
       accs = _split_multiply(accs, rows[k], right)
     block = _as_block(accs)
-    words = []
-    for k in (0, 1):
-      for part in _split(block[2 * k :][:2]):
-        words += part
-    return words
+    parts = [part for k in (0, 1) for part in _split(block[2 * k :][:2])]
+    return [w for part in parts for w in part]
 
-  _only(at.is_warp(_EQ, 1), write_below)
-  words = _branch(is_lower, corner_left, [zero] * 16)
+  words = _branch(is_lower, corner_left, nothing(16), 16)
   left = [(words[8 * k :][:4], words[8 * k + 4 :][:4]) for k in (0, 1)]
   mgpu_utils.warpgroup_barrier()
 
@@ -434,15 +553,43 @@ def _invert(diagonal, beside, corner, memory):
     block = _negated(_as_block(first + second))
     return [_pack(*pair) for tile in block for pair in tile]
 
-  words = _branch(is_lower, corner_right, [zero] * 8)
+  words = _branch(is_lower, corner_right, nothing(8), 8)
   mgpu_utils.warpgroup_barrier()  # The blocks may be written from here on.
   own = [_without_diagonal(at, x[0]), below[0]]
-  first = [arith.select(is_odd, b, d) for d, b in zip(*own, strict=True)]
-  second = [arith.select(is_odd, d, zero) for d in own[0]]
-  half = first + second
+  half = [arith.select(is_odd, b, d) for d, b in zip(*own, strict=True)]
+  half += [arith.select(is_odd, d, zero) for d in own[0]]
   left = [arith.select(is_lower, m, h) for m, h in zip(words, half, strict=True)]
   right = [arith.select(is_lower, h, zero) for h in half]
   return _bf16_array(left + right)
+
+
+def _diagonal_block(scores):
+  """The strictly lower part of a warp's 16x16 block on the diagonal."""
+  at = scores.at
+  blocks = [scores.block((2 * w, 2 * w + 1)) for w in range(4)]
+  pairs = [
+      _chosen(at.is_odd, blocks[w + 1], blocks[w]) for w in (0, 2)
+  ]
+  block = _chosen(at.is_lower, pairs[1], pairs[0])
+  zero = arith.constant(_types()[1], 0.0)
+  for t in (0, 1):
+    block[t][t] = [
+        arith.select(arith.cmpi(_SGE, at.offset, _constant(i + 1)), x, zero)
+        for i, x in enumerate(block[t][t])
+    ]
+  block[1][0] = [zero, zero]
+  return block
+
+
+def _chosen(condition, on_true, on_false):
+  """Selects among blocks of pairs."""
+  return [
+      [
+          [arith.select(condition, a, b) for a, b in zip(*pair, strict=True)]
+          for pair in zip(*tile, strict=True)
+      ]
+      for tile in zip(on_true, on_false, strict=True)
+  ]
 
 
 def _negated(block):
@@ -452,10 +599,9 @@ def _negated(block):
 def _without_diagonal(at, words):
   """A 16x16 block's words with its diagonal zero."""
   c = _constant
-  # The diagonal's column pair is this lane's: which half of the word.
-  offset = arith.subi(at.row, arith.muli(at.pair, c(2)))
-  mask = arith.select(arith.cmpi(_EQ, offset, c(0)), c(-65536), c(-1))
-  mask = arith.select(arith.cmpi(_EQ, offset, c(1)), c(65535), mask)
+  # The diagonal is in the first or in the second column of the pair.
+  mask = arith.select(arith.cmpi(_EQ, at.offset, c(0)), c(-65536), c(-1))
+  mask = arith.select(arith.cmpi(_EQ, at.offset, c(1)), c(65535), mask)
   return [
       arith.andi(word, mask) if i in (0, 3) else word
       for i, word in enumerate(words)
@@ -469,6 +615,14 @@ def _pairs(array, tiles):
       r, dynamic_position=[], static_position=[i]
   )
   return [[[get(r, i) for i in (0, 1)] for r in tile] for tile in registers]
+
+
+def _scalars(by_row):
+  """[row half] values of an array by rows."""
+  return [
+      vector.extract(r, dynamic_position=[], static_position=[0])
+      for r in by_row.registers.flat
+  ]
 
 
 def _bf16_array(words):
@@ -551,7 +705,7 @@ def _row_squares(memory, width):
   )
   start = arith.addi(base, start)
   piece = arith.divui(at.lane, c(16))
-  accs = [_zeros(1), _zeros(1)]
+  accs = [[_zeros(1), _zeros(1)] for _ in range(2)]  # two chains of products
   for step in range(width // SIZE):
     tile, within = divmod(step, 4)
     column = arith.xori(row, arith.addi(piece, c(2 * within)))
@@ -559,15 +713,17 @@ def _row_squares(memory, width):
     words = _load_transposed(address, tile * tile_bytes, transposed=False)
     for half in (0, 1):
       right = [(words[half], words[2 + half])]
-      accs[half] = _multiply(accs[half], words, right)
+      chain = accs[step % 2]
+      chain[half] = _multiply(chain[half], words, right)
   # Row r's square is with the lane of column pair r / 2.
   source = arith.addi(arith.muli(at.row, c(4)), arith.divui(at.row, c(2)))
   is_second = arith.cmpi(_EQ, arith.remui(at.row, c(2)), c(1))
-  layout = _WGMMA.reduce(1).to_mgpu()
+  layout = _ROW.to_mgpu()
   registers = np.empty((2,), dtype=object)
   kind = ir.VectorType.get((1,), f32)
-  for half, [acc] in enumerate(accs):
-    first, second = acc[2 * half :][:2]
+  for half, ([even], [odd]) in enumerate(zip(*accs, strict=True)):
+    pairs = zip(even[2 * half :][:2], odd[2 * half :][:2], strict=True)
+    first, second = (arith.addf(x, y) for x, y in pairs)
     value = _shuffle(arith.select(is_second, second, first), source)
     registers[half] = vector.broadcast(kind, value)
   return mgpu.FragmentedArray(
