@@ -1,4 +1,4 @@
-"""What one CUDA thread owns: channels of 16 rows, and 16x16 blocks of a warp.
+"""What one CUDA thread owns: some channels of some rows.
 
 A warpgroup reads a [64, K] tile as warp w = rows 16w .. 16w+15 and lane =
 K / 64 neighbouring channels of the warpgroup's half of K. A running sum over
@@ -170,6 +170,10 @@ class Lanes:
     if self.interpret:
       return ref[...].reshape(4, ROWS, 1)
     return self._load(ref, lambda at: (at.row(row),), (), scalar=True)
+
+  def load_row_vectors(self, ref) -> dict:
+    """`load_row_value` of all rows."""
+    return {row: self.load_row_value(ref, row) for row in self.rows}
 
   def load_row_values(self, ref, row) -> list[jax.Array]:
     """As `load_row_value`, of the four columns of a plain [64, 4] array."""
@@ -383,10 +387,8 @@ class Quads(Lanes):
     return sums, *across(self.thread, total)
 
   def load_row_vectors(self, ref) -> dict:
-    """`load_row_value` of all rows of a plain [64] array."""
     if self.interpret:
-      [row] = self.rows
-      return {row: self.load_row_value(ref, row)}
+      return super().load_row_vectors(ref)
     struct = plgpu.ShapeDtypeStruct((self.size,), ref.dtype, layout=self.layout)
     half, values = self._static_half, {}
     for first in (0, 4):

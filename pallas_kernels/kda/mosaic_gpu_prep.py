@@ -1,7 +1,7 @@
 """Everything of bounded-decay attention that is local to a chunk, on Hopper.
 
 One chunk of 64 rows of one value head is an item, two warpgroups work on it
-(each owns half of K, one thread per channel of 16 rows) and a block holds
+(each owns half of K, a thread four channels of eight rows) and a block holds
 several such pairs, each walking its own items. With G_i the inclusive sum of
 log2 decays from the chunk's first row, and R an integer near the middle of a
 32-row half (so every factor below fits bf16 and scaling by 2^R is exact):
@@ -52,7 +52,6 @@ _TO_GRID = 1.5 * 2.0**9
 _MOVED_SHIFT = 32
 ROW = plgpu.Layout.WGMMA.reduce(1)  # a value per row of a wgmma tile
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
-_PREFETCH = ("sync",)
 # The first of a kernel's small [64] vectors.
 K_NORM, Q_NORM, BETA, MANTISSA = range(4)
 
@@ -248,18 +247,6 @@ def _prep_body(
     for gm in flags_gm:
       plgpu.copy_gmem_to_smem(gm.at[b, rows], s["flags"], s["qk_ready"])
 
-  def prefetch_qk(i, s):
-    del s
-    b, _, head, rows = rows_of(i)
-    source = lax.div(head, walk.heads_per_query)
-    for gm in (q_gm, k_gm):
-      plgpu.async_prefetch(gm.at[b, rows, source])
-
-  def prefetch_z(i, s):
-    del s
-    b, _, head, rows = rows_of(i)
-    plgpu.async_prefetch(z_gm.at[b, rows, head])
-
   def load_beta(i, s):
     b, _, head, rows = rows_of(i)
     plgpu.copy_gmem_to_smem(
@@ -289,8 +276,6 @@ def _prep_body(
     if plan.masked:
       plgpu.barrier_wait(s["qk_ready"])
     plgpu.barrier_wait(s["z_ready"])
-    if "start" in _PREFETCH:
-      pl.when(role == 0)(lambda: of_next(i, prefetch_qk, s))
     lanes = lanes_of(role)
     sums, earlier, total = lanes.sums_by_group(
         gate_decays(plan, lanes, slope, s)
@@ -307,12 +292,6 @@ def _prep_body(
     sync(s)
     if early:
       pl.when(role == 1)(lambda: of_next(i, load_z, s))
-    if "sync" in _PREFETCH:
-      pl.when(role == 0)(lambda: of_next(i, prefetch_qk, s))
-    if "z" in _PREFETCH:
-      pl.when(role == 0)(
-          lambda: pl.when(i + 2 < count)(lambda: prefetch_z(i + 2, s))
-      )
     _decayed_tiles(plan, lanes_of(role), sums, earlier, s)
     sync(s)
 
@@ -386,6 +365,8 @@ def gate_decays(plan, lanes, slope, s):
   """Log2 decays of this thread's rows."""
   if plan.raw:
     bias = lanes.load_channels(s["channels"].at[0])
+  if plan.masked:
+    flags = lanes.load_row_vectors(s["flags"])
   decays = {}
   for r in lanes.rows:
     z = lanes.widen(lanes.load_plain(s["z_tile"], r))
@@ -395,8 +376,7 @@ def gate_decays(plan, lanes, slope, s):
     else:
       g = jnp.maximum(z, plan.lower_bound) * LOG2_E
     if plan.masked:
-      flags = lanes.load_row_value(s["flags"], r)
-      g = jnp.where((flags & VALID) != 0, g, 0.0)
+      g = jnp.where((flags[r] & VALID) != 0, g, 0.0)
     decays[r] = g
   return decays
 

@@ -360,7 +360,7 @@ def _transposed(word):
 
 
 def _branch(condition, then, otherwise, count):
-  """`count` words of then() where the warp's condition holds, or otherwise()."""
+  """`count` words of then() in warps where it holds, else of otherwise()."""
   branch = scf.IfOp(condition, [_types()[0]] * count, has_else=True)
   for block, words in (
       (branch.then_block, then),
@@ -558,7 +558,9 @@ def _invert(scores, beta, memory):
   own = [_without_diagonal(at, x[0]), below[0]]
   half = [arith.select(is_odd, b, d) for d, b in zip(*own, strict=True)]
   half += [arith.select(is_odd, d, zero) for d in own[0]]
-  left = [arith.select(is_lower, m, h) for m, h in zip(words, half, strict=True)]
+  left = [
+      arith.select(is_lower, w, h) for w, h in zip(words, half, strict=True)
+  ]
   right = [arith.select(is_lower, h, zero) for h in half]
   return _bf16_array(left + right)
 
