@@ -954,9 +954,7 @@ def scale_columns(
         one = ir.VectorType.get((1,), i32)
         word = _scalar(vector.load(one, flags[0], [row]))
         bit = arith.andi(word, arith.constant(i32, keep[1]))
-        kept = arith.cmpi(
-            arith.CmpIPredicate.ne, bit, arith.constant(i32, 0)
-        )
+        kept = arith.cmpi(arith.CmpIPredicate.ne, bit, arith.constant(i32, 0))
       for n, sign in enumerate(signs):
         row = arith.addi(tile_row, c(step * i // TILE[0]))
         at = [row, tile_column, within, column]

@@ -569,9 +569,7 @@ def _diagonal_block(scores):
   """The strictly lower part of a warp's 16x16 block on the diagonal."""
   at = scores.at
   blocks = [scores.block((2 * w, 2 * w + 1)) for w in range(4)]
-  pairs = [
-      _chosen(at.is_odd, blocks[w + 1], blocks[w]) for w in (0, 2)
-  ]
+  pairs = [_chosen(at.is_odd, blocks[w + 1], blocks[w]) for w in (0, 2)]
   block = _chosen(at.is_lower, pairs[1], pairs[0])
   zero = arith.constant(_types()[1], 0.0)
   for t in (0, 1):
@@ -613,9 +611,7 @@ def _without_diagonal(at, words):
 def _pairs(array, tiles):
   """[column tile][row half] pairs of fp32 of an array in the wgmma layout."""
   registers = array.registers.reshape(tiles, 2)
-  get = lambda r, i: vector.extract(
-      r, dynamic_position=[], static_position=[i]
-  )
+  get = lambda r, i: vector.extract(r, dynamic_position=[], static_position=[i])
   return [[[get(r, i) for i in (0, 1)] for r in tile] for tile in registers]
 
 

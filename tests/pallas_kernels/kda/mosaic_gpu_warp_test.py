@@ -31,9 +31,7 @@ def _first_seen(has_segments):
 
 def _program_scores(scores, first):
   first = [] if first is None else [warp_emulator.Array.of(np.int64(first))]
-  return mosaic_gpu_warp._Scores(
-      warp_emulator.Array.of(scores), first, _SHIFT
-  )
+  return mosaic_gpu_warp._Scores(warp_emulator.Array.of(scores), first, _SHIFT)
 
 
 class MosaicGpuWarpTest(parameterized.TestCase):
