@@ -159,12 +159,6 @@ class Lanes:
       return
     self._store(ref, value, lambda at: (at.warp, at.channel), ())
 
-  def load_group(self, ref) -> jax.Array:
-    """Warp w reads row w of a plain [4, K] array."""
-    if self.interpret:
-      return ref[:, self._columns][:, None]
-    return self._load(ref, lambda at: (at.warp, at.channel), ())
-
   def load_row_value(self, ref, row) -> jax.Array:
     """Element 16w + row of a plain [64] array, for all channels."""
     if self.interpret:
