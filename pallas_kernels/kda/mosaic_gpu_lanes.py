@@ -411,10 +411,9 @@ class Quads(Lanes):
 _THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
 
-def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Two bf16 arrays that sum to the fp32 x but for 2^-17 of it."""
-  high = x.astype(jnp.bfloat16)
-  return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+def remainder(x: jax.Array, high: jax.Array, interpret: bool) -> jax.Array:
+  """What an fp32 array lacks as the bf16 `high`, again in bf16: all but 2^-17."""
+  return (x - widen(high, interpret)).astype(jnp.bfloat16)
 
 
 def opaque_thread() -> jax.Array:
@@ -735,11 +734,19 @@ class _Fragment:
 
 
 def load_wide(ref, interpret: bool) -> jax.Array:
-  """A [64, 64] bf16 tile in the wgmma layout, as fp32; see `Lanes.widen`."""
-  layout = plgpu.Layout.WGMMA
-  x = plgpu.load(ref, layout=layout)
+  """A [64, 64] bf16 tile in the wgmma layout, as fp32; see `widen`."""
+  return widen(plgpu.load(ref, layout=plgpu.Layout.WGMMA), interpret)
+
+
+def widen(x: jax.Array, interpret: bool) -> jax.Array:
+  """A bf16 array in the wgmma layout as fp32; see `Lanes.widen`.
+
+  What is widened by `astype` is also rounded twice, once for itself and once,
+  slowly, for that.
+  """
   if interpret:
     return x.astype(jnp.float32)
+  layout = plgpu.Layout.WGMMA
   struct = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout)
 
   @plgpu.inline_mgpu(arg_types=(layout,), return_type=struct)

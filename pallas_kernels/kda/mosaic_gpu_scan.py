@@ -1,12 +1,13 @@
 """The serial half of bounded-decay attention on Hopper: chunk after chunk.
 
-A block walks the chunks of one head, forward or backward, one warpgroup per
-64 value channels and one more to fetch. The state lives in the registers of
-its warpgroup as S^T [64, K] in fp32 from the first chunk to the last; every
-product has its left operand in registers, rounded in place from an
-accumulator, and its right operand in shared memory as TMA left it. So nothing
-in the chain goes through shared memory, and the limit is the bytes of the
-tiles that `mosaic_gpu_prep` made.
+A block (`mosaic_gpu_walk`) walks the chunks of one head, forward or backward,
+one warpgroup per 64 value channels and one more to load and store. The state
+lives in the registers of its warpgroup as S^T [64, K] in fp32 from the first
+chunk to the last; every product has its left operand in registers, rounded in
+place from an accumulator, and its right operand in shared memory as TMA left
+it. The limit is the bytes of the tiles that `mosaic_gpu_prep` made or, with few
+heads, what one warpgroup executes per chunk; so the order below is that of what
+the next chunk waits for, and the rest runs beside its first product.
 
   forward   r^T = (v^T/m - S^T kgam^T) b;  v'^T = r^T + r^T solve^T
             o^T = S^T qg^T + v'^T aqk^T;    S^T <- S^T gam + v'^T kg
@@ -24,21 +25,13 @@ products one part is enough, since the next chunk corrects what it reads.
 import functools
 
 import jax
-from jax import lax
 from jax import numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda import mosaic_gpu_lanes as lanes_lib
+from pallas_kernels.kda import mosaic_gpu_walk as walk_lib
 from pallas_kernels.kda.mosaic_gpu_prep import CHUNK
-from pallas_kernels.kda.mosaic_gpu_prep import COLUMN
 from pallas_kernels.kda.mosaic_gpu_prep import Plan
-
-SLICE = 64  # value channels of a warpgroup: the rows of a wgmma
-STAGES = 2
-# Up to half the chip's 132 multiprocessors, a block per slice is one wave.
-_FEW_HEADS = 66
-_COMPUTE_REGISTERS, _FETCH_REGISTERS = 240, 24
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="output")
@@ -73,14 +66,14 @@ def scan(plan: Plan, tiles, v, initial, *, output: bool):
         jax.ShapeDtypeStruct((*lead, values, width), jnp.bfloat16),
         jax.ShapeDtypeStruct((*lead, 2, CHUNK, values), jnp.bfloat16),
     ]
-  step = _output_step if output else _state_step
-  return _walk(
+  kind = _Output if output else _States
+  return walk_lib.walk(
       plan,
       inputs,
       v,
       initial,
       out_type,
-      step,
+      kind,
       reverse=False,
       name="kda_scan" if output else "kda_states",
   )
@@ -106,6 +99,8 @@ def reverse_scan(plan: Plan, tiles, do, final):
   inputs = dict(
       nkgam=nkgam, qg=qg, kg=kg, aqk=aqk, solve=solve, gam=gam, scales=scales
   )
+  if plan.masked:
+    inputs["again"] = scales  # which rows are padding, with do
   out_type = [
       jax.ShapeDtypeStruct(do.shape, jnp.bfloat16),
       jax.ShapeDtypeStruct(
@@ -113,347 +108,163 @@ def reverse_scan(plan: Plan, tiles, do, final):
       ),
       jax.ShapeDtypeStruct(final.shape, jnp.float32),
   ]
-  return _walk(
+  return walk_lib.walk(
       plan,
       inputs,
       do,
       final,
       out_type,
-      _reverse_step,
+      _Reverse,
       reverse=True,
       name="kda_reverse",
   )
 
 
-def _walk(plan, inputs, x, initial, out_type, step, *, reverse, name):
-  """Walks the chunks of every head with `step`; see the callers."""
-  batch, value_heads, values, width = initial.shape
-  chunks = inputs["gam"].shape[2]
-  slices = values // SLICE
-  split = batch * value_heads <= _FEW_HEADS
-  groups = 1 if split else slices
-  interpret = plan.interpret is not None
-  tiled = lanes_lib.TILED
+class _Forward(walk_lib.Steps):
 
-  def staged(shape, dtype, transforms=()):
-    return plgpu.SMEM((STAGES, *shape), dtype, transforms=transforms)
+  def arrive(self, here):
+    del here
 
-  shapes = {key: array.shape[3:] for key, array in inputs.items()}
-  scratch = {
-      f"{key}_in": (
-          staged(shapes[key], array.dtype, tiled)
-          if array.dtype == jnp.bfloat16
-          else staged(shapes[key], array.dtype)
-      )
-      for key, array in inputs.items()
-  }
-  scratch["x_in"] = staged((groups, CHUNK, SLICE), jnp.bfloat16, tiled)
-  copies = len(inputs) + groups
-  scratch["rows_out"] = plgpu.SMEM(
-      (2, groups, CHUNK, SLICE), jnp.bfloat16, transforms=tiled
+  def enter(self, here, state):
+    """Issues S^T kgam^T."""
+    self.rounded = state.astype(jnp.bfloat16)
+    self.square.clear()
+    self.square.add(self.rounded, here.tile("nkgam", True))
+    self.before = state
+
+  def solved(self, here, in_flight):
+    """v'^T = r^T + r^T solve^T."""
+    x = lanes_lib.widen(here.x(), here.interpret)
+    beta = here.column("scales", 0)
+    x *= walk_lib.across(beta * here.column("scales", 1), x)
+    x = here.where_valid(x)
+    rest = self.square.read(in_flight)
+    rest = rest * walk_lib.across(beta, rest) + x
+    high = rest.astype(jnp.bfloat16)
+    parts = high, here.low(rest, high)
+    self.square.set(rest)
+    for part in parts:
+      self.square.add(part, here.tile("solve", True))
+    here.free("enter")
+    # While they run, and when the rounded state's registers are free.
+    plgpu.wgmma_wait(2)
+    self.state.set(here.decayed(self.before))
+    here.wait("leave")
+    return self.square.read()
+
+  def leave(self, here, v_new):
+    self.high = v_new.astype(jnp.bfloat16)
+    self.state.add(self.high, here.tile("kg"))
+    here.free("solve")
+
+
+class _Output(_Forward):
+  """The state and o."""
+
+  loads = dict(
+      enter=("nkgam", "x", "scales"),
+      solve=("qg", "solve", "gam"),
+      leave=("kg", "aqk"),
   )
-  if step is not _output_step:
-    scratch["state_out"] = plgpu.SMEM(
-        (groups, SLICE, width), jnp.bfloat16, transforms=tiled
-    )
-  if interpret:
-    scratch["stage"] = plgpu.SMEM(
-        (groups, SLICE, width), jnp.bfloat16, transforms=tiled
-    )
-  scratch["loaded"] = plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES)
-  scratch["consumed"] = plgpu.Barrier(num_arrivals=groups, num_barriers=STAGES)
+  squares = 2
+  final_output = 1
 
-  def body(*refs, **smem):
-    operands = dict(zip([*inputs, "x", "initial"], refs))
-    outputs = refs[len(operands) :]
-    group = lax.axis_index("warpgroup")
-    b, head = lax.axis_index("batch"), lax.axis_index("head")
-    first_slice = lax.axis_index("slice") * groups
+  def __init__(self, state, square, out):
+    super().__init__(state, square, out)
+    self.out = out
 
-    def chunk_of(n):
-      return chunks - 1 - n if reverse else n
+  def solve(self, here):
+    here.wait("solve")
+    self.out.clear()
+    # It runs while r is made.
+    self.out.add(self.rounded, here.tile("qg", True))
+    return self.solved(here, in_flight=1)
 
-    @pl.when(group == groups)
-    def _fetch():
-      plgpu.set_max_registers(_FETCH_REGISTERS, action="decrease")
+  def finish(self, here, v_new):
+    self.out.add(self.high, here.tile("aqk", True))
+    self.out.add(here.low(v_new, self.high), here.tile("aqk", True))
 
-      def fetch(n, _):
-        slot, chunk = lax.rem(n, STAGES), chunk_of(n)
-        ready = smem["loaded"].at[slot]
+  def next_state(self):
+    return self.state.read(in_flight=2)
 
-        @pl.when(n >= STAGES)
-        def _():
-          plgpu.barrier_wait(smem["consumed"].at[slot])
+  def rows(self, in_flight):
+    return [self.out.read(in_flight).astype(jnp.bfloat16)]
 
-        for key in inputs:
-          plgpu.copy_gmem_to_smem(
-              operands[key].at[b, head, chunk],
-              smem[f"{key}_in"].at[slot],
-              ready,
-          )
-        rows = pl.ds(chunk * CHUNK, CHUNK)
-        for i in range(groups):
-          columns = pl.ds((first_slice + i) * SLICE, SLICE)
-          plgpu.copy_gmem_to_smem(
-              operands["x"].at[b, rows, head, columns],
-              smem["x_in"].at[slot, i],
-              ready,
-          )
-        return None
 
-      lax.fori_loop(0, chunks, fetch, None)
+class _States(_Forward):
+  """The state, written before each chunk, and v' in two parts."""
 
-    @pl.when(group < groups)
-    def _compute():
-      plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
-      columns = pl.ds((first_slice + group) * SLICE, SLICE)
-      state = plgpu.load(
-          operands["initial"].at[b, head, columns],
-          layout=plgpu.Layout.WGMMA,
-          optimized=False,
-      )
-
-      def one(n, state):
-        slot, chunk = lax.rem(n, STAGES), chunk_of(n)
-        plgpu.barrier_wait(smem["loaded"].at[slot])
-        here = _Here(
-            plan,
-            smem,
-            slot,
-            lax.rem(n, 2),
-            group,
-            interpret,
-            b,
-            head,
-            chunk,
-            columns,
-            outputs,
-        )
-        state = step(here, state)
-        plgpu.barrier_arrive(smem["consumed"].at[slot])
-        return state
-
-      state = lax.fori_loop(0, chunks, one, state)
-      if step is not _state_step:
-        outputs[-1].at[b, head, columns][...] = state
-      plgpu.wait_smem_to_gmem(0)
-
-  kernel = plgpu.kernel(
-      body,
-      out_type=out_type,
-      scratch_types=scratch,
-      grid=(batch, value_heads, slices // groups),
-      grid_names=("batch", "head", "slice"),
-      num_threads=groups + 1,
-      thread_name="warpgroup",
-      kernel_name=name,
-      compiler_params=plgpu.CompilerParams(
-          approx_math=True,
-          unsafe_no_auto_barriers=True,
-          lowering_semantics=plgpu.LoweringSemantics.Lane,
-      ),
-      interpret=plan.interpret,
+  loads = dict(
+      enter=("nkgam", "x", "scales"), solve=("solve", "gam"), leave=("kg",)
   )
-  return kernel(*inputs.values(), x, initial)
+  row_tiles = 2
+  states_output = 0
+
+  def solve(self, here):
+    here.wait("solve")
+    return self.solved(here, in_flight=0)
+
+  def finish(self, here, v_new):
+    self.low = here.make_now(here.low(v_new, self.high))
+
+  def next_state(self):
+    return self.state.read()
+
+  @staticmethod
+  def rows_at(block, n, tile, group):
+    at = (*block.at(n), tile, slice(None), block.columns(group))
+    return block.outputs[1].at[at]
+
+  def rows(self, in_flight):
+    del in_flight
+    return [self.high, self.low]
 
 
-class _Here:
-  """One step's view of shared memory and of the outputs."""
+class _Reverse(walk_lib.Steps):
+  """The state's gradient, written after each chunk, and dv."""
 
-  def __init__(
-      self,
-      plan,
-      smem,
-      slot,
-      parity,
-      group,
-      interpret,
-      b,
-      head,
-      chunk,
-      columns,
-      outputs,
-  ):
-    self.plan, self.smem, self.slot, self.parity = plan, smem, slot, parity
-    self.group, self.interpret, self.outputs = group, interpret, outputs
-    self.b, self.head, self.chunk, self.columns = b, head, chunk, columns
-
-  def tile(self, key, transposed=False):
-    ref = self.smem[f"{key}_in"].at[self.slot]
-    return ref.transpose((1, 0)) if transposed else ref
-
-  def x(self):
-    """This slice of x^T, [64 channels, 64 rows], zero on padding rows."""
-    ref = self.smem["x_in"].at[self.slot, self.group].transpose((1, 0))
-    x = plgpu.load(ref, layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False)
-    x = plgpu.layout_cast(x, plgpu.Layout.WGMMA)
-    return self._where_valid(x)
-
-  def _where_valid(self, x):
-    if not self.plan.masked:
-      return x
-    valid = self.beta(x.shape) != 0.0
-    return jnp.where(valid, x, jnp.zeros((), x.dtype))
-
-  def _by_column(self, ref, shape):
-    values = plgpu.load(ref.at[self.slot], layout=COLUMN)
-    return lax.broadcast_in_dim(values, shape, (1,))
-
-  def beta(self, shape):
-    """b m^2, 0 on padding rows and nowhere else."""
-    return self._by_column(self.smem["scales_in"].at[:, 0], shape)
-
-  def scaled(self, xt):
-    """x / m by rows of x."""
-    return xt * self._by_column(self.smem["scales_in"].at[:, 1], xt.shape)
-
-  def decayed(self, state):
-    """state * gam, and exactly zero where the state does not pass."""
-    gam = self._by_column(self.smem["gam_in"], state.shape)
-    if self.plan.masked:
-      return jnp.where(gam > 0.0, state * gam, 0.0)
-    return state * gam
-
-  def accumulator(self, ref, preset=None):
-    stage = self.smem["stage"].at[self.group] if self.interpret else None
-    return _Accumulator(ref, stage, preset)
-
-  def store_rows(self, xt, target, buffer=None):
-    """Writes x^T [64 channels, 64 rows] as rows of the chunk."""
-    buffer = self.parity if buffer is None else buffer
-    buffer = self.smem["rows_out"].at[buffer, self.group]
-    buffer.transpose((1, 0))[...] = plgpu.layout_cast(
-        xt, plgpu.Layout.WGMMA_TRANSPOSED
-    )
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(buffer, target)
-
-  def token_rows(self, ref):
-    rows = pl.ds(self.chunk * CHUNK, CHUNK)
-    return ref.at[self.b, rows, self.head, self.columns]
-
-
-class _Accumulator:
-  """A wgmma accumulator with a start value and register left operands.
-
-  The interpreter has neither: it takes the operand through shared memory and
-  adds the start value at the end.
-  """
-
-  def __init__(self, ref, stage, preset):
-    self._ref, self._stage, self._preset = ref, stage, preset
-    if preset is not None and stage is None:
-      ref[...] = preset
-
-  def add(self, a, b):
-    if self._stage is not None:
-      staged = self._stage.at[:, pl.ds(0, a.shape[1])]
-      staged[...] = a
-      a = staged
-    plgpu.wgmma(self._ref, a, b)
-
-  def read(self, wait_n=0):
-    value = plgpu.wgmma_accumulator_load(self._ref, wait_n=wait_n)
-    if self._stage is not None and self._preset is not None:
-      value = value + self._preset
-    return value
-
-
-def _square():
-  return plgpu.ACC((SLICE, CHUNK))
-
-
-def _solved(here, new, rest):
-  """Issues v'^T = r^T + r^T solve^T from r^T / b; returns its accumulator."""
-  rest = rest * here.beta(rest.shape)
-  new = here.accumulator(new, rest)
-  for part in lanes_lib.split(rest):
-    new.add(part, here.tile("solve", True))
-  return new
-
-
-def _output_step(here, state):
-  rounded = state.astype(jnp.bfloat16)
-  decayed = here.decayed(state)
-  vt = here.scaled(here.x().astype(jnp.float32))
-
-  def products(rest, new, out, after):
-    rest = here.accumulator(rest, vt)
-    out, after = here.accumulator(out), here.accumulator(after, decayed)
-    rest.add(rounded, here.tile("nkgam", True))
-    new = _solved(here, new, rest.read())
-    # Late, so that `out` takes no registers during the solve.
-    out.add(rounded, here.tile("qg", True))
-    v_new, v_low = lanes_lib.split(new.read(wait_n=1))
-    out.add(v_new, here.tile("aqk", True))
-    out.add(v_low, here.tile("aqk", True))
-    after.add(v_new, here.tile("kg"))
-    return out.read(wait_n=1).astype(jnp.bfloat16), after.read()
-
-  out, state = pl.run_scoped(
-      products, _square(), _square(), _square(), plgpu.ACC(state.shape)
+  loads = dict(
+      enter=("x", "again", "aqk", "gam", "kg"),
+      solve=("qg", "solve"),
+      leave=("scales", "nkgam"),
   )
-  plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-  here.store_rows(out, here.token_rows(here.outputs[0]))
-  return state
+  states_output, final_output, entered = 1, 2, 2
 
+  def arrive(self, here):
+    self.dot = here.where_valid(here.x(), "again")
+    self.square.clear()
+    self.square.add(self.dot, here.tile("aqk"))
 
-def _state_step(here, state):
-  states_gm, v_new_gm = here.outputs
-  rounded = state.astype(jnp.bfloat16)
-  decayed = here.decayed(state)
-  vt = here.scaled(here.x().astype(jnp.float32))
+  def enter(self, here, state):
+    self.rounded = state.astype(jnp.bfloat16)
+    self.square.add(self.rounded, here.tile("kg", True))
+    here.wait("solve")
+    self.state.set(here.decayed(state))
+    self.state.add(self.dot, here.tile("qg"))
 
-  def products(rest, new, after):
-    rest = here.accumulator(rest, vt)
-    after = here.accumulator(after, decayed)
-    rest.add(rounded, here.tile("nkgam", True))
-    v_new = lanes_lib.split(_solved(here, new, rest.read()).read())
-    after.add(v_new[0], here.tile("kg"))
-    return *v_new, after.read()
+  def solve(self, here):
+    v_new = self.square.read(in_flight=1)
+    high = v_new.astype(jnp.bfloat16)
+    parts = high, here.low(v_new, high)
+    self.square.set(v_new)
+    for part in parts:
+      self.square.add(part, here.tile("solve"))
+    here.free("enter")
+    here.wait("leave")
+    dr = self.square.read()
+    return dr * walk_lib.across(here.column("scales", 0), dr)
 
-  at = (here.b, here.head, here.chunk)
-  _store_state(here, rounded, states_gm.at[at], in_flight=2)
-  *v_new, state = pl.run_scoped(
-      products, _square(), _square(), plgpu.ACC(state.shape)
-  )
-  for i, part in enumerate(v_new):
-    plgpu.wait_smem_to_gmem(2, wait_read_only=True)
-    target = v_new_gm.at[(*at, i, slice(None), here.columns)]
-    here.store_rows(part, target, buffer=i)
-  return state
+  def leave(self, here, dr):
+    self.state.add(dr.astype(jnp.bfloat16), here.tile("nkgam"))
+    here.free("solve")
 
+  def finish(self, here, dr):
+    dv = dr * walk_lib.across(here.column("scales", 1), dr)
+    self.dv = here.make_now(here.where_valid(dv.astype(jnp.bfloat16)))
 
-def _store_state(here, rounded, target, in_flight):
-  # The one state buffer: every copy before the last `in_flight` is done.
-  plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
-  buffer = here.smem["state_out"].at[here.group]
-  buffer[...] = rounded
-  plgpu.commit_smem()
-  plgpu.copy_smem_to_gmem(buffer, target.at[here.columns])
+  def next_state(self):
+    return self.state.read(in_flight=1)
 
-
-def _reverse_step(here, state):
-  dv_gm, ds_gm, _ = here.outputs
-  rounded = state.astype(jnp.bfloat16)
-  decayed = here.decayed(state)
-  dot = here.x()
-  target = ds_gm.at[here.b, here.head, here.chunk]
-  _store_state(here, rounded, target, in_flight=1)
-
-  def products(new, before):
-    new, before = here.accumulator(new), here.accumulator(before, decayed)
-    new.add(rounded, here.tile("kg", True))
-    new.add(dot, here.tile("aqk"))
-    before.add(dot, here.tile("qg"))
-    for part in lanes_lib.split(new.read(wait_n=1)):
-      new.add(part, here.tile("solve"))
-    dr = new.read()
-    dr = dr * here.beta(dr.shape)
-    dv = here.scaled(dr).astype(jnp.bfloat16)
-    before.add(dr.astype(jnp.bfloat16), here.tile("nkgam"))
-    return dv, before.read()
-
-  dv, state = pl.run_scoped(products, _square(), plgpu.ACC(state.shape))
-  here.store_rows(here._where_valid(dv), here.token_rows(dv_gm))
-  return state
+  def rows(self, in_flight):
+    del in_flight
+    return [self.dv]

@@ -1,0 +1,449 @@
+"""A block of the serial Hopper kernels: who does what, chunk after chunk.
+
+One warpgroup per 64 value channels takes the `Steps` of each chunk. The last
+warpgroup moves: it loads the tiles of chunk n + STAGES where those of chunk n
+were as soon as these are read, part by part, and stores what the others wrote
+to shared memory.
+
+The interpreter has no accumulators with a start value and no left operands in
+registers; `Accumulator` stands in for both.
+"""
+
+import dataclasses
+import functools
+
+from jax import lax
+from jax import numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.kda import mosaic_gpu_lanes as lanes_lib
+from pallas_kernels.kda.mosaic_gpu_prep import CHUNK
+from pallas_kernels.kda.mosaic_gpu_prep import COLUMN
+
+SLICE = 64  # value channels of a warpgroup: the rows of a wgmma
+STAGES = 2
+# Up to half the chip's 132 multiprocessors, a block per slice is one wave.
+_FEW_HEADS = 66
+_STEPS_REGISTERS, _MOVE_REGISTERS = 240, 24
+
+
+def walk(plan, inputs, x, initial, out_type, kind, *, reverse, name):
+  """Walks the chunks of every head.
+
+  Args:
+    plan: the static part.
+    inputs: the tiles by name, [B, HV, N, ...].
+    x: [B, T, HV, V] bf16.
+    initial: [B, HV, V, K] fp32, the state's start.
+    out_type: the outputs' shapes.
+    kind: the class of steps.
+    reverse: whether to start at the last chunk.
+    name: of the kernel.
+  """
+  batch, value_heads, values, width = initial.shape
+  chunks = inputs["gam"].shape[2]
+  slices = values // SLICE
+  groups = 1 if batch * value_heads <= _FEW_HEADS else slices
+  parts = {
+      part: tuple(key for key in keys if key == "x" or key in inputs)
+      for part, keys in kind.loads.items()
+  }
+  order = list(parts)
+  copies = {
+      part: len(keys) + (groups - 1) * ("x" in keys)
+      for part, keys in parts.items()
+  }
+
+  def body(*refs, **smem):
+    operands = dict(zip([*inputs, "x", "initial"], refs))
+    block = _Block(
+        plan=plan,
+        kind=kind,
+        smem=smem,
+        operands=operands,
+        outputs=refs[len(operands) :],
+        chunks=chunks,
+        groups=groups,
+        reverse=reverse,
+        parts=parts,
+        idle={part: max(copies.values()) - n for part, n in copies.items()},
+    )
+    role = lax.axis_index("warpgroup")
+
+    @pl.when(role < groups)
+    def _():
+      plgpu.set_max_registers(_STEPS_REGISTERS, action="increase")
+      squares = [plgpu.ACC((SLICE, CHUNK)) for _ in range(kind.squares)]
+      run = functools.partial(_take_steps, block, role)
+      pl.run_scoped(run, plgpu.ACC((SLICE, width)), *squares)
+
+    @pl.when(role == groups)
+    def _():
+      plgpu.set_max_registers(_MOVE_REGISTERS, action="decrease")
+      _move(block)
+
+  kernel = plgpu.kernel(
+      body,
+      out_type=out_type,
+      scratch_types=_scratch(
+          inputs, kind, groups, order, copies, width, plan.interpret is not None
+      ),
+      grid=(batch, value_heads, slices // groups),
+      grid_names=("batch", "head", "slice"),
+      num_threads=groups + 1,
+      thread_name="warpgroup",
+      kernel_name=name,
+      compiler_params=plgpu.CompilerParams(
+          approx_math=True,
+          unsafe_no_auto_barriers=True,
+          lowering_semantics=plgpu.LoweringSemantics.Lane,
+      ),
+      interpret=plan.interpret,
+  )
+  return kernel(*inputs.values(), x, initial)
+
+
+def _scratch(inputs, kind, groups, order, copies, width, interpret):
+  tiled = lanes_lib.TILED
+
+  def staged(shape, dtype):
+    transforms = tiled if dtype == jnp.bfloat16 else ()
+    return plgpu.SMEM((STAGES, *shape), dtype, transforms=transforms)
+
+  def leaving(*shape):
+    return plgpu.SMEM((groups, *shape), jnp.bfloat16, transforms=tiled)
+
+  scratch = {
+      f"{key}_in": staged(array.shape[3:], array.dtype)
+      for key, array in inputs.items()
+  }
+  scratch["x_in"] = staged((groups, CHUNK, SLICE), jnp.bfloat16)
+  scratch["rows_out"] = leaving(kind.row_tiles, CHUNK, SLICE)
+  if kind.states_output is not None:
+    scratch["state_out"] = leaving(SLICE, width)
+  scratch["pin"] = plgpu.SMEM((groups, CHUNK), jnp.float32)
+  if interpret:
+    scratch["stage"] = leaving(SLICE, width)
+  barriers = functools.partial(plgpu.Barrier, num_barriers=STAGES * len(order))
+  scratch["loaded"] = barriers(num_arrivals=max(copies.values()))
+  scratch["consumed"] = barriers(num_arrivals=groups)
+  scratch["written"] = plgpu.Barrier(num_arrivals=groups)
+  scratch["stored"] = plgpu.Barrier()
+  return scratch
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+  """What is the same for all chunks of a block.
+
+  Attributes:
+    parts: {part: names} of what is loaded as one.
+    idle: {part: arrivals} that a part's barrier gets besides those of copies, so
+      that all parts have as many.
+  """
+
+  plan: object
+  kind: type
+  smem: dict
+  operands: dict
+  outputs: tuple
+  chunks: int
+  groups: int
+  reverse: bool
+  parts: dict
+  idle: dict
+
+  def at(self, n):
+    """Indices of the n-th chunk on the way."""
+    chunk = self.chunks - 1 - n if self.reverse else n
+    return lax.axis_index("batch"), lax.axis_index("head"), chunk
+
+  def rows(self, n, ref, group=0):
+    """A slice of the chunk's rows in a [B, T, HV, V] array."""
+    b, head, chunk = self.at(n)
+    rows = pl.ds(chunk * CHUNK, CHUNK)
+    return ref.at[b, rows, head, self.columns(group)]
+
+  def columns(self, group):
+    first = lax.axis_index("slice") * self.groups
+    return pl.ds((first + group) * SLICE, SLICE)
+
+  def here(self, n, group=0):
+    order = list(self.parts)
+    return _Here(self.plan, self.smem, lax.rem(n, STAGES), group, order)
+
+  def accumulator(self, ref, group=0):
+    stage = self.smem["stage"].at[group] if "stage" in self.smem else None
+    return Accumulator(ref, stage)
+
+
+def _take_steps(block, group, *refs):
+  """The chain: the state's warpgroup, from the first chunk to the last."""
+  kind, chunks = block.kind, block.chunks
+  steps = kind(*(block.accumulator(ref, group) for ref in refs))
+  at = (*block.at(0)[:2], block.columns(group))
+  state = plgpu.load(
+      block.operands["initial"].at[at],
+      layout=plgpu.Layout.WGMMA,
+      optimized=False,
+  )
+  first = block.here(0, group)
+  first.wait("enter")
+  steps.arrive(first)
+  steps.enter(first, state)
+  if kind.states_output is not None:
+    first.write((), steps.rounded)
+  kept = steps.solve(first)
+
+  def one(n, carry):
+    kept, steps.values = carry
+    this, following = block.here(n, group), block.here(n + 1, group)
+    steps.leave(this, kept)
+    # The wait is also what keeps the assembler from finishing this chunk before
+    # it issues the product that the next one waits for.
+    following.wait("enter")
+    steps.finish(this, kept)
+    steps.arrive(following)
+    steps.enter(following, steps.next_state())
+    plgpu.barrier_wait(block.smem["stored"])
+    following.write(steps.rows(steps.entered), steps.rounded)
+    this.free("leave")
+    return steps.solve(following), steps.values
+
+  carry = lax.fori_loop(0, chunks - 1, one, (kept, steps.values))
+  kept, steps.values = carry
+  last = block.here(chunks - 1, group)
+  steps.leave(last, kept)
+  steps.finish(last, kept)
+  plgpu.barrier_wait(block.smem["stored"])
+  last.write(steps.rows(0), None)
+  last.free("leave")
+  state = steps.state.read()
+  if kind.final_output is not None:
+    block.outputs[kind.final_output].at[at][...] = state
+
+
+def _move(block):
+  """Loads what the chain needs and stores what it wrote."""
+  kind, smem, chunks = block.kind, block.smem, block.chunks
+  has_states = kind.states_output is not None
+
+  def load(part, n):
+    slot = block.here(n).slot
+    ready = smem["loaded"].at[block.here(n).barrier(part)]
+    for key in block.parts[part]:
+      if key == "x":
+        for i in range(block.groups):
+          source = block.rows(n, block.operands["x"], i)
+          plgpu.copy_gmem_to_smem(source, smem["x_in"].at[slot, i], ready)
+      else:
+        source = block.operands[key].at[block.at(n)]
+        plgpu.copy_gmem_to_smem(source, smem[f"{key}_in"].at[slot], ready)
+    for _ in range(block.idle[part]):
+      plgpu.barrier_arrive(ready)
+
+  def store(rows_of, state_of):
+    """Rows of one chunk and the state before another, if given."""
+    plgpu.barrier_wait(smem["written"])
+    plgpu.commit_smem()
+    for i in range(block.groups):
+      if rows_of is not None:
+        for j in range(kind.row_tiles):
+          place = kind.rows_at(block, rows_of, j, i)
+          plgpu.copy_smem_to_gmem(smem["rows_out"].at[i, j], place)
+      if state_of is not None and has_states:
+        place = block.outputs[kind.states_output].at[block.at(state_of)]
+        tile = smem["state_out"].at[i]
+        plgpu.copy_smem_to_gmem(tile, place.at[block.columns(i)])
+
+  def turn(old, new, following):
+    """What chunk `old` leaves is stored, what it read is loaded over."""
+    for part in block.parts:
+      if part == "leave":
+        store(old, following)
+      block.here(old).wait_consumed(part)
+      plgpu.commit_smem()  # Reads of shared memory come before copies over it.
+      if new is not None:
+        load(part, new)
+      if part == "enter":
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(smem["stored"])
+
+  ahead = min(STAGES, chunks)
+  for n in range(ahead):
+    for part in block.parts:
+      load(part, n)
+  if has_states:
+    store(None, 0)
+
+  def one(n, _):
+    turn(n - ahead, n, n - ahead + 1)
+
+  lax.fori_loop(ahead, chunks, one, None)
+  for n in range(chunks - ahead, chunks):
+    turn(n, None, n + 1 if n + 1 < chunks else None)
+  plgpu.wait_smem_to_gmem(0)
+
+
+class _Here:
+  """One chunk's view of shared memory."""
+
+  def __init__(self, plan, smem, slot, group, order):
+    self.plan, self.smem, self.slot, self.group = plan, smem, slot, group
+    self.order, self.interpret = order, plan.interpret is not None
+
+  def barrier(self, part):
+    return self.order.index(part) * STAGES + self.slot
+
+  def wait(self, part):
+    """Until that part of the kernel's `loads` is there."""
+    plgpu.barrier_wait(self.smem["loaded"].at[self.barrier(part)])
+
+  def free(self, part):
+    """Lets the next but one chunk's part come."""
+    plgpu.barrier_arrive(self.smem["consumed"].at[self.barrier(part)])
+
+  def wait_consumed(self, part):
+    plgpu.barrier_wait(self.smem["consumed"].at[self.barrier(part)])
+
+  def tile(self, key, transposed=False):
+    ref = self.smem[f"{key}_in"].at[self.slot]
+    return ref.transpose((1, 0)) if transposed else ref
+
+  def x(self):
+    """This slice of x^T, [64 channels, 64 rows]."""
+    ref = self.smem["x_in"].at[self.slot, self.group].transpose((1, 0))
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA)
+
+  def where_valid(self, x, key="scales"):
+    """x^T, zero on padding rows."""
+    if not self.plan.masked:
+      return x
+    valid = across(self.column(key, 0), x) != 0.0
+    return jnp.where(valid, x, jnp.zeros((), x.dtype))
+
+  def column(self, key, *row):
+    """A value per column of a score or state."""
+    return plgpu.load(self.smem[f"{key}_in"].at[self.slot, *row], layout=COLUMN)
+
+  def decayed(self, state):
+    """state * gam, and exactly zero where the state does not pass."""
+    gam = across(self.column("gam"), state)
+    if self.plan.masked:
+      return jnp.where(gam > 0.0, state * gam, 0.0)
+    return state * gam
+
+  def low(self, x, high):
+    """What x lacks as the bf16 `high`, in bf16."""
+    return lanes_lib.remainder(x, high, self.interpret)
+
+  def make_now(self, x):
+    """Makes a [64, 64] bf16 array here, while a product runs."""
+    pin = self.smem["pin"].at[self.group]
+    lanes_lib.make_now([x], pin, self.interpret)
+    return x
+
+  def write(self, rows, state):
+    """Writes x^T [64 channels, 64 rows] as rows, and a state, to be stored.
+
+    Args:
+      rows: x^T for each row tile.
+      state: rounded; None, or not wanted.
+    """
+    for i, xt in enumerate(rows):
+      self.smem["rows_out"].at[self.group, i].transpose((1, 0))[...] = xt
+    if state is not None and "state_out" in self.smem:
+      self.smem["state_out"].at[self.group][...] = state
+    plgpu.barrier_arrive(self.smem["written"])
+
+
+def across(column, like):
+  """A value per column as an array like another."""
+  return lax.broadcast_in_dim(column, like.shape, (1,))
+
+
+class Accumulator:
+  """A wgmma accumulator with a start value and register left operands.
+
+  The interpreter has neither: it multiplies at once, through shared memory, and
+  `value` is what it has so far.
+  """
+
+  def __init__(self, ref, stage):
+    self._ref, self._stage = ref, stage
+    self.value = None if stage is None else jnp.zeros(ref.shape, jnp.float32)
+
+  def set(self, value):
+    if self._stage is None:
+      self._ref[...] = value
+    else:
+      self.value = value
+
+  def clear(self):
+    zero = jnp.zeros(self._ref.shape, jnp.float32)
+    if self._stage is None:
+      zero = plgpu.layout_cast(zero, plgpu.Layout.WGMMA)
+    self.set(zero)
+
+  def add(self, a, b):
+    if self._stage is None:
+      plgpu.wgmma(self._ref, a, b)
+      return
+    staged = self._stage.at[:, pl.ds(0, a.shape[1])]
+    staged[...] = a
+
+    def multiply(acc):
+      plgpu.wgmma(acc, staged, b)
+      return plgpu.wgmma_accumulator_load(acc)
+
+    self.value += pl.run_scoped(multiply, plgpu.ACC(self._ref.shape))
+
+  def read(self, in_flight=0):
+    """The sum, when at most that many later products are unfinished."""
+    if self._stage is None:
+      return plgpu.wgmma_accumulator_load(self._ref, wait_n=in_flight)
+    return self.value
+
+
+class Steps:
+  """What a warpgroup does per chunk; its ends are the neighbours' business.
+
+  The order of a chunk is `arrive`, for what does not wait for the state,
+  `enter`, which takes it, `solve`, then `leave`, which issues its next products,
+  and `finish`; the next chunk's `enter` comes before this one's `rows` are
+  written. Between `solve` and `leave` no product is in flight.
+
+  Attributes:
+    loads: {part: names} for the parts "enter", "solve" and "leave", each awaited
+      and freed as one; "x" and the inputs that there are.
+    row_tiles: how many [64, 64] tiles `rows` gives.
+    squares: accumulators beside the state's.
+    entered: products that `enter` leaves in flight.
+    states_output: which output is each chunk's rounded state, or None.
+    final_output: which is the last state, or None.
+    rounded: the state that `enter` took, in bf16.
+    values: what the interpreter has accumulated.
+  """
+
+  row_tiles = squares = entered = 1
+  states_output = final_output = None
+
+  def __init__(self, state, square, *others):
+    self.state, self.square = state, square
+    self._all = (state, square, *others)
+
+  @staticmethod
+  def rows_at(block, n, tile, group):
+    """Where a row tile of the n-th chunk goes, unless said otherwise."""
+    del tile
+    return block.rows(n, block.outputs[0], group)
+
+  @property
+  def values(self):
+    return tuple(a.value for a in self._all)
+
+  @values.setter
+  def values(self, values):
+    for accumulator, value in zip(self._all, values, strict=True):
+      accumulator.value = value
