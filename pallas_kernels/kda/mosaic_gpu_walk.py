@@ -156,6 +156,7 @@ class _Block:
 
   def at(self, n):
     """Indices of the n-th chunk on the way."""
+    n = jnp.asarray(n, jnp.int32)  # the last rows may not fill their chunk
     chunk = self.chunks - 1 - n if self.reverse else n
     return lax.axis_index("batch"), lax.axis_index("head"), chunk
 
