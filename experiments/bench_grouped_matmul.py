@@ -47,7 +47,10 @@ _PEERS = flags.DEFINE_bool(
     "peers", False, "Time jax-linear-attention and tokamax too."
 )
 _REST = flags.DEFINE_float(
-    "rest", 0.0, "Seconds of rest before each turn, for a cool card."
+    "rest",
+    0.0,
+    "Seconds of rest before each turn, for a cool card.",
+    lower_bound=0.0,
 )
 _TORCH = flags.DEFINE_bool("torch", False, "Time torch._grouped_mm too.")
 
