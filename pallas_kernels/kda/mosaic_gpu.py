@@ -209,8 +209,15 @@ def _flags_of(segment_ids, batch, tokens, padded):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan, q, k, v, z, beta, slope, bias, initial, flags):
   """o [B, T, HV, V] and the final state, from per-chunk tiles and a scan."""
+  args = q, k, v, z, beta, slope, bias, initial, flags
+  return _forward(plan, *args, with_low=False)
+
+
+def _forward(plan, q, k, v, z, beta, slope, bias, initial, flags, *, with_low):
   beta = _not_zero(beta, flags)
-  tiles = prep_lib.prep(plan, q, k, z, beta, slope, bias, flags)
+  tiles = prep_lib.prep(
+      plan, q, k, z, beta, slope, bias, flags, with_low=with_low
+  )
   out, final = scan_lib.scan(
       plan, tiles, v, initial.swapaxes(2, 3), output=True
   )
@@ -227,7 +234,9 @@ def _not_zero(beta, flags):
 
 
 def _attend_fwd(plan, *args):
-  return _attend(plan, *args), args
+  # The same prep as the backward pass's: where both are in one program it runs
+  # once.
+  return _forward(plan, *args, with_low=True), args
 
 
 def _attend_bwd(plan, args, cotangents):
@@ -235,7 +244,7 @@ def _attend_bwd(plan, args, cotangents):
   d_out, d_final = cotangents
   beta = _not_zero(beta, flags)
   local = (q, k, z, beta, slope, bias, flags)
-  tiles = prep_lib.prep(plan, *local)
+  tiles = prep_lib.prep(plan, *local, with_low=True)
   states, v_new = scan_lib.scan(
       plan, tiles, v, initial.swapaxes(2, 3), output=False
   )

@@ -18,7 +18,9 @@ token reaches an earlier row only through such integers, hence exactly not.
   solve = (I + tril(b k k^T 2^(G_i - G_j), -1))^-1 - I
 
 The identity and b are left to the scan, which adds and multiplies them in fp32:
-rounded to bf16 they would err by one factor for all of a row.
+rounded to bf16 they would err by one factor for all of a row. For the states
+of the backward pass kg comes in two bf16 parts: rounded to one it loses decays
+below 2^-9, whose gradients are sums that nearly cancel.
 
 k here is the key as it came times a power of two, both exact, so that keys
 which are one and hardly decay stay one. What their norm lacks, a factor m in
@@ -83,8 +85,8 @@ class Plan:
   interpret: plgpu.InterpretGPUParams | None = None
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def prep(plan: Plan, q, k, z, beta, slope, bias, flags):
+@functools.partial(jax.jit, static_argnums=0, static_argnames="with_low")
+def prep(plan: Plan, q, k, z, beta, slope, bias, flags, *, with_low: bool):
   """Computes the tiles of the module's docstring.
 
   Args:
@@ -96,10 +98,12 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, flags):
     slope: [HV] fp32, exp(a_log) log2(e).
     bias: [HV, K] fp32, slope * dt_bias.
     flags: [B, T64] int32, see VALID and FIRST_SHIFT (masked only).
+    with_low: whether to make kg_low.
 
   Returns:
     nkgam, qg, kg [B, HV, N, 64, K] bf16; aqk, solve [B, HV, N, 64, 64] bf16;
-    gam [B, HV, N, K] fp32; scales [B, HV, N, 2, 64] fp32, b m^2 and 1 / m.
+    gam [B, HV, N, K] fp32; scales [B, HV, N, 2, 64] fp32, b m^2 and 1 / m;
+    kg_low, what kg lacks as bf16, like kg, or None.
   """
   batch, _, _, width = q.shape
   value_heads = z.shape[2]
@@ -122,14 +126,17 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, flags):
   def tile_of(rows, columns):
     return smem((rows, columns), jnp.bfloat16, lanes_lib.TILED)
 
-  z_tile, kg_tile = smem((CHUNK, width), z.dtype), tile_of(CHUNK, width)
+  z_tile = smem((CHUNK, width), z.dtype)
   # k-, and below it its first half as the second half's rows see it.
-  past = tile_of(CHUNK + HALF, width)
-  if z.dtype == jnp.float32:
-    # Too large to be there beside the tiles that are made after its end.
-    scratch = dict(z_union=plgpu.RefUnion(z_tile, [kg_tile, past]))
+  later = dict(kg_tile=tile_of(CHUNK, width), past=tile_of(CHUNK + HALF, width))
+  low = dict(kg_low=tile_of(CHUNK, width)) if with_low else {}
+  # What is made after z's end and takes its place, where there is no other.
+  over_z = later if z.dtype == jnp.float32 else low
+  scratch = {n: x for n, x in (later | low).items() if n not in over_z}
+  if over_z:
+    scratch["z_union"] = plgpu.RefUnion(z_tile, list(over_z.values()))
   else:
-    scratch = dict(z_tile=z_tile, kg_tile=kg_tile, past=past)
+    scratch["z_tile"] = z_tile
   scratch |= dict(
       q_tile=tile_of(CHUNK, width),
       k_tile=tile_of(CHUNK, width),
@@ -155,8 +162,9 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, flags):
       batch, chunks, value_heads, value_heads // q.shape[2], pairs, blocks
   )
   kernel = plgpu.kernel(
-      functools.partial(_prep_body, plan, walk),
-      out_type=[tile, tile, tile, square, square, vector, scales],
+      functools.partial(_prep_body, plan, walk, tuple(over_z)),
+      out_type=[tile, tile, tile, square, square, vector, scales]
+      + [tile] * with_low,
       scratch_types=scratch,
       grid=(blocks,),
       grid_names=("block",),
@@ -170,7 +178,8 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, flags):
       ),
       interpret=plan.interpret,
   )
-  return kernel(*operands)
+  tiles = kernel(*operands)
+  return tiles if with_low else (*tiles, None)
 
 
 def num_blocks(plan: Plan) -> int:
@@ -202,17 +211,27 @@ class Walk:
 
 
 def _prep_body(
-    plan, walk, q_gm, k_gm, z_gm, beta_gm, slope_gm, bias_gm, *rest, **scratch
+    plan,
+    walk,
+    over_z,
+    q_gm,
+    k_gm,
+    z_gm,
+    beta_gm,
+    slope_gm,
+    bias_gm,
+    *rest,
+    **scratch,
 ):
-  flags_gm, outputs = rest[:-7], rest[-7:]
-  nkgam_gm, qg_gm, kg_gm, aqk_gm, solve_gm, gam_gm, scales_gm = outputs
+  flags_gm, outputs = rest[: int(plan.masked)], rest[int(plan.masked) :]
+  nkgam_gm, qg_gm, kg_gm, aqk_gm, solve_gm, gam_gm, scales_gm, *low_gm = outputs
   warpgroup = lax.axis_index("warpgroup")
   pair, role = lax.div(warpgroup, 2), lax.rem(warpgroup, 2)
   solve_tile, blocks = members(scratch.pop("solve_union"))
   refs = scratch | dict(solve_tile=solve_tile, blocks=blocks)
-  early = "z_tile" in refs
-  if not early:
-    refs["z_tile"], (refs["kg_tile"], refs["past"]) = refs.pop("z_union")
+  if over_z:
+    refs["z_tile"], others = refs.pop("z_union")
+    refs |= zip(over_z, others, strict=True)
   refs["k_minus"] = refs["past"].at[:, pl.ds(0, CHUNK)]
   refs["moved"] = refs["past"].at[:, pl.ds(CHUNK, HALF)]
 
@@ -290,7 +309,7 @@ def _prep_body(
     if plan.raw:
       row_norms(plan, role, s)
     sync(s)
-    if early:
+    if not over_z:
       pl.when(role == 1)(lambda: of_next(i, load_z, s))
     _decayed_tiles(plan, lanes_of(role), sums, earlier, s)
     sync(s)
@@ -312,6 +331,8 @@ def _prep_body(
     @pl.when(role == 1)
     def _():
       plgpu.copy_smem_to_gmem(s["kg_tile"], kg_gm.at[out])
+      for gm in low_gm:
+        plgpu.copy_smem_to_gmem(s["kg_low"], gm.at[out])
       plgpu.copy_smem_to_gmem(s["channels"].at[1], gam_gm.at[out])
       scores, seen = _scores("q_tile", s), _first_of_run(plan, s)
       s["aqk_tile"][...] = warp_lib.causal(
@@ -320,6 +341,8 @@ def _prep_body(
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(s["aqk_tile"], aqk_gm.at[out])
       plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+      if over_z == ("kg_low",):
+        of_next(i, load_z, s)
       plgpu.barrier_wait(s["tiles_read"])
       # -k 2^G and q 2^G take the places of kg and k-, so that the next item's
       # q and k can come while these leave.
@@ -336,7 +359,7 @@ def _prep_body(
       plgpu.copy_smem_to_gmem(s["kg_tile"], nkgam_gm.at[out])
       plgpu.copy_smem_to_gmem(s["k_minus"], qg_gm.at[out])
       of_next(i, load_qk, s)
-      if not early:
+      if "kg_tile" in over_z:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         of_next(i, load_z, s)
 
@@ -419,7 +442,7 @@ def _scales(plan, s):
 
 
 def _decayed_tiles(plan, lanes, sums, earlier, s):
-  """Writes k+, q+ in place, k-, k- as moved, kg and the powers."""
+  """Writes k+, q+ in place, k-, k- as moved, kg, its rest and the powers."""
   at = references(lanes, s)
   at = dataclasses.replace(at, base=at.base + earlier)
   to_state = jnp.exp2(at.whole - at.middle)
@@ -458,10 +481,14 @@ def _decayed_tiles(plan, lanes, sums, earlier, s):
     if plan.masked:
       kg = jnp.where((flags[r] & WRITES_STATE) != 0, kg, 0.0)
     k_past = k_past.astype(jnp.bfloat16)
+    kg_high = kg.astype(jnp.bfloat16)
     lanes.store_tile(s["k_tile"], r, (k * plus).astype(jnp.bfloat16))
     lanes.store_tile(s["q_tile"], r, (q * plus).astype(jnp.bfloat16))
     lanes.store_tile(s["k_minus"], r, k_past)
-    lanes.store_tile(s["kg_tile"], r, kg.astype(jnp.bfloat16))
+    lanes.store_tile(s["kg_tile"], r, kg_high)
+    if "kg_low" in s:
+      low = kg - lanes.widen(kg_high)
+      lanes.store_tile(s["kg_low"], r, low.astype(jnp.bfloat16))
     moved = k_past * steps[0] * steps[1]
     lanes.store_tile_of_first_half(s["moved"], r, moved)
 

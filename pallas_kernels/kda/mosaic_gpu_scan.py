@@ -19,7 +19,8 @@ with b standing for b m^2 of `mosaic_gpu_prep`, whose `scales` b and 1/m are.
 Where keys are alike and hardly decay, v' and dr are differences of neighbouring
 rows and o sums them up again, so the roundings of r, v' and dv' would add up
 over a chunk: they enter their products as two bf16 parts. In the state's
-products one part is enough, since the next chunk corrects what it reads.
+products one part is enough, since the next chunk corrects what it reads; only
+the backward pass's states take kg in two.
 """
 
 import functools
@@ -40,7 +41,7 @@ def scan(plan: Plan, tiles, v, initial, *, output: bool):
 
   Args:
     plan: the static part.
-    tiles: what `mosaic_gpu_prep.prep` returned.
+    tiles: what `mosaic_gpu_prep.prep` returned; without `output`, with kg_low.
     v: [B, T, HV, V] bf16.
     initial: [B, HV, V, K] fp32, the transposed state before the first chunk.
     output: whether to make o, or what the backward pass needs.
@@ -50,7 +51,7 @@ def scan(plan: Plan, tiles, v, initial, *, output: bool):
     (states [B, HV, N, V, K] bf16 before each chunk, v' in two parts
     [B, HV, N, 2, 64, V] bf16).
   """
-  nkgam, qg, kg, aqk, solve, gam, scales = tiles
+  nkgam, qg, kg, aqk, solve, gam, scales, kg_low = tiles
   batch, value_heads, chunks, _, width = nkgam.shape
   values = v.shape[-1]
   inputs = dict(nkgam=nkgam, kg=kg, solve=solve, gam=gam, scales=scales)
@@ -61,6 +62,7 @@ def scan(plan: Plan, tiles, v, initial, *, output: bool):
         jax.ShapeDtypeStruct(initial.shape, jnp.float32),
     ]
   else:
+    inputs["kg_low"] = kg_low
     lead = (batch, value_heads, chunks)
     out_type = [
         jax.ShapeDtypeStruct((*lead, values, width), jnp.bfloat16),
@@ -93,7 +95,7 @@ def reverse_scan(plan: Plan, tiles, do, final):
     dv [B, T, HV, V] bf16, ds [B, HV, N, V, K] bf16 after each chunk, and
     the initial state's [B, HV, V, K] fp32.
   """
-  nkgam, qg, kg, aqk, solve, gam, scales = tiles
+  nkgam, qg, kg, aqk, solve, gam, scales, _ = tiles
   batch, value_heads, chunks, _, width = nkgam.shape
   values = do.shape[-1]
   inputs = dict(
@@ -195,7 +197,9 @@ class _States(_Forward):
   """The state, written before each chunk, and v' in two parts."""
 
   loads = dict(
-      enter=("nkgam", "x", "scales"), solve=("solve", "gam"), leave=("kg",)
+      enter=("nkgam", "x", "scales"),
+      solve=("solve", "gam"),
+      leave=("kg", "kg_low"),
   )
   row_tiles = 2
   states_output = 0
@@ -203,6 +207,10 @@ class _States(_Forward):
   def solve(self, here):
     here.wait("solve")
     return self.solved(here, in_flight=0)
+
+  def leave(self, here, v_new):
+    super().leave(here, v_new)
+    self.state.add(self.high, here.tile("kg_low"))
 
   def finish(self, here, v_new):
     self.low = here.make_now(here.low(v_new, self.high))
