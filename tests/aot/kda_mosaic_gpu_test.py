@@ -56,7 +56,7 @@ class KdaResourcesTest(absltest.TestCase):
     x = arg_specs.ArgSpec(1, 1000, 96, 96).shapes()
     ids = jax.ShapeDtypeStruct((1, 1000), jnp.int32)
     _, kernels = aot.kernel_resources(forward_and_backward, x, x["v"], ids)
-    self.check(kernels, _BACKWARD | {"kda_gradient": 32})
+    self.check(kernels, _BACKWARD | {"kda_gradient": 36})
 
   def test_a_given_fp32_decay_and_segments_fit_backward_too(self):
     shape = (1, 1024, 96, 128)
