@@ -115,18 +115,18 @@ def _with_gradients(forward):
 
 def _parts(plan):
   """Each kernel by itself, and the schedule."""
-  tiles = lambda lhs, sizes: mosaic_gpu_schedule.row_tiles(
-      sizes, lhs.shape[0], plan.heights
-  )
+  block = mosaic_gpu_rows.WARPGROUPS * plan.slice * plan.cluster
   rows = mosaic_gpu_rows.rows_times_matrices
   return {
       "d_lhs": lambda lhs, rhs, sizes, d_out: rows(
-          plan, d_out, (rhs,), tiles(lhs, sizes), transpose=True
+          plan, d_out, (rhs,), sizes, transpose=True
       ),
       "d_rhs": lambda lhs, rhs, sizes, d_out: (
           mosaic_gpu_weights.outer_products(plan, lhs, d_out, sizes, 1)
       ),
-      "schedule": lambda lhs, rhs, sizes, d_out: tiles(lhs, sizes),
+      "schedule": lambda lhs, rhs, sizes, d_out: mosaic_gpu_schedule.row_items(
+          sizes, lhs.shape[0], -(-rhs.shape[2] // block), plan
+      ),
   }
 
 

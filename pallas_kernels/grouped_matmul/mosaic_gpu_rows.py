@@ -51,7 +51,7 @@ def rows_times_matrices(
     plan: schedule.Plan,
     rows: jax.Array,
     stacks: tuple[jax.Array, ...],
-    tiles: jax.Array,
+    group_sizes: jax.Array,
     *,
     transpose: bool,
 ) -> jax.Array:
@@ -65,7 +65,7 @@ def rows_times_matrices(
       than the highest tile.
     stacks: S arrays [E, I, N / S]; I and N / S multiples of 64, I and N no less
       than a slice, N / S a multiple of a slice unless S is 1.
-    tiles: from `schedule.row_tiles`.
+    group_sizes: [E] int32.
     transpose: whether to use the matrices' transposes.
 
   Returns:
@@ -295,5 +295,5 @@ def rows_times_matrices(
       ),
       **lanes.launch(plan, name, WARPGROUPS + 1),
   )
-  items = schedule.row_items(tiles, column_tiles, plan.panel)
+  items = schedule.row_items(group_sizes, num_rows, column_tiles, plan)
   return kernel(rows, *stacks, items)

@@ -1,5 +1,8 @@
 """Which rows every tile of a grouped product covers, and tile shapes.
 
+One small Triton kernel makes the table of items for the row products: as an XLA
+program it is seven kernels, which take as long as 3 % of a product.
+
 A group's rows are cut into as few tiles as the highest allows, of the two
 heights that waste the least. Tiles start on a multiple of 8 rows, as the copy
 engine needs; the few rows of a neighbour that a tile reads at its two ends are
@@ -13,15 +16,18 @@ import itertools
 import jax
 from jax import lax
 from jax import numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import triton as pltriton
 import numpy as np
 
 ALIGNMENT = 8  # rows of a shared-memory tile
 CHUNK = 64  # contracted per step: a swizzled row of 128 bytes
 _NEVER = np.iinfo(np.int32).max
 
-# Fields of a row tile and of an item, after one row that holds their number.
-GROUP, START, BEGIN, END, HEIGHT, COLUMN = range(6)
+# Fields of an item, after one row that holds their number.
+GROUP, START, BEGIN, END, HEIGHT, COLUMN = FIELDS = range(6)
+_COMPARED = 1 << 15  # items times groups that a block of the table compares
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,86 +62,107 @@ class Plan:
   interpret: plgpu.InterpretGPUParams | None = None
 
 
-def row_tiles(
-    group_sizes: jax.Array, num_rows: int, heights: tuple[int, ...]
+def row_items(
+    group_sizes: jax.Array, num_rows: int, column_tiles: int, plan: Plan
 ) -> jax.Array:
-  """Cuts the groups, and the rows past them, into tiles.
+  """Cuts the groups, and the rows past them, into tiles, for every column.
 
   Args:
     group_sizes: [E] int32.
     num_rows: M, a multiple of 8.
-    heights: rows that a tile can have, ascending.
+    column_tiles: how many columns of tiles there are.
+    plan: the heights that a tile can have, and the panel.
 
   Returns:
-    [1 + T, 5] int32: first the number of tiles in use, then for each its
-    group (E for the rows past the groups), its first row, the rows [begin,
-    end) that are its to write, and the index of its height. T bounds the
-    number for any sizes.
+    [1 + I, 6] int32: first the number of items in use, then for each, in the
+    order of execution, its group (E for the rows past the groups), its first
+    row, the rows [begin, end) that are its to write, and the indices of its
+    height and column. I bounds the number for any sizes.
   """
   num_groups = group_sizes.shape[0]
-  starts, ends = bounds(group_sizes, num_rows)
-  starts = jnp.append(starts, ends[-1])
-  ends = jnp.append(ends, num_rows)
-  aligned = starts // ALIGNMENT * ALIGNMENT
-  rows = jnp.where(ends > starts, ends - aligned, 0)
-  tiles = -(-rows // heights[-1])
-  # Of every pair of heights, as few of the higher as are needed; 0 is unused.
-  pairs = itertools.combinations(enumerate((0, *heights), start=-1), 2)
-  (low_index, low), (high_index, high) = np.array(
-      list(pairs), np.int32
-  ).T.swapaxes(0, 1)
-  step = (high - low)[None]
-  lowest = tiles[:, None] * low[None]
-  few = jnp.maximum(-(-(rows[:, None] - lowest) // step), 0)
-  computed = lowest + few * step
-  possible = few <= tiles[:, None]
-  pair = jnp.argmin(jnp.where(possible, computed, _NEVER), axis=1)
-  few = jnp.take_along_axis(few, pair[:, None], axis=1)[:, 0]
-
-  last = _running_sum(tiles)
   spans = min(num_groups + 1, num_rows)
-  most = (num_rows + ALIGNMENT * spans) // heights[-1] + spans
-  number = jnp.arange(most, dtype=jnp.int32)
-  group = jnp.sum(last[None, :] <= number[:, None], axis=1, dtype=jnp.int32)
-  group = jnp.minimum(group, num_groups)
-  within = number - (last - tiles)[group]
-  few, pair = few[group], pair[group]
-  low, high, low_index, high_index = (
-      jnp.asarray(x)[pair] for x in (low, high, low_index, high_index)
-  )
-  is_high = within < few
-  start = jnp.minimum(within, few) * high + jnp.maximum(within - few, 0) * low
-  start = aligned[group] + start
-  begin = jnp.maximum(start, starts[group])
-  end = jnp.minimum(start + jnp.where(is_high, high, low), ends[group])
-  height = jnp.where(is_high, high_index, low_index)
-  fields = jnp.stack([group, start, begin, end, height], axis=1)
-  header = jnp.full((1, fields.shape[1]), last[-1], jnp.int32)
-  return jnp.concatenate([header, fields])
+  most = (num_rows + ALIGNMENT * spans) // plan.heights[-1] + spans
+  length = 1 + most * column_tiles
+  lanes = pl.next_power_of_2(num_groups + 1)
+  block = max(min(_COMPARED // lanes, 32), 1)
+
+  def body(sizes_ref, items_ref):
+    group = jnp.arange(lanes)
+    own = group < num_groups
+    sizes = pltriton.load(sizes_ref.at[group], mask=own, other=0)
+    ends = jnp.cumsum(sizes)
+    starts = jnp.minimum(ends - sizes, num_rows)
+    ends = jnp.where(group == num_groups, num_rows, jnp.minimum(ends, num_rows))
+    _, tiles = _aligned(starts, ends, plan.heights[-1])
+    last = jnp.cumsum(tiles)
+    count = jnp.sum(tiles)
+
+    # The first line of the table has the count, so an item's is one further.
+    line = pl.program_id(0) * block + jnp.arange(block)
+    number = jnp.maximum(line - 1, 0)
+    first = lax.div(number, plan.panel * column_tiles) * plan.panel
+    side = jnp.clip(count - first, 1, plan.panel)
+    rest = number - first * column_tiles
+    column = lax.div(rest, side)
+    tile = first + rest - column * side
+
+    mine = (last - tiles)[None, :] <= tile[:, None]
+    mine &= tile[:, None] < last[None, :]
+    of_mine = lambda x: jnp.sum(jnp.where(mine, x[None, :], 0), axis=1)
+    owner, start, end = of_mine(group), of_mine(starts), of_mine(ends)
+    place = tile - of_mine(last - tiles)
+    fields = _tile_of_group(start, end, place, plan.heights)
+    for field, value in zip(FIELDS, (owner, *fields, column)):
+      value = jnp.where(line == 0, count * column_tiles, value)
+      there = items_ref.at[line * len(FIELDS) + field]
+      pltriton.store(there, value, mask=line < length)
+
+  items = pl.pallas_call(
+      body,
+      out_shape=jax.ShapeDtypeStruct((length * len(FIELDS),), jnp.int32),
+      grid=(-(-length // block),),
+      compiler_params=pltriton.CompilerParams(num_warps=4),
+      interpret=plan.interpret is not None,
+      name="grouped_matmul_items",
+  )(group_sizes.astype(jnp.int32))
+  return items.reshape(length, len(FIELDS))
 
 
-def row_items(tiles: jax.Array, column_tiles: int, panel: int) -> jax.Array:
-  """Tiles times columns, in the order of execution.
+def _aligned(start, end, highest: int):
+  """The aligned row at or before a group's first, and how many tiles it is."""
+  aligned = lax.div(start, ALIGNMENT) * ALIGNMENT
+  rows = jnp.where(end > start, end - aligned, 0)
+  return aligned, lax.div(rows + highest - 1, highest)
 
-  Args:
-    tiles: from `row_tiles`.
-    column_tiles: how many columns of tiles there are.
-    panel: row tiles that run side by side before the next columns.
 
-  Returns:
-    [1 + T * column_tiles, 6] int32: first the number of items, then each
-    item's tile and the index of its column.
+def _tile_of_group(start, end, place, heights: tuple[int, ...]):
+  """A group's tile number `place`: start, begin, end, height as in `row_items`.
+
+  Of every pair of heights, as few tiles of the higher as are needed; the pair
+  that computes the least. 0 counts as a height, and is unused.
   """
-  count = tiles[0, 0]
-  index = jnp.arange((tiles.shape[0] - 1) * column_tiles, dtype=jnp.int32)
-  first = index // (panel * column_tiles) * panel
-  height = jnp.clip(count - first, 1, panel)
-  rest = index - first * column_tiles
-  column = rest // height
-  tile = first + rest - column * height
-  fields = jnp.concatenate([tiles[1 + tile], column[:, None]], axis=1)
-  header = jnp.full((1, fields.shape[1]), count * column_tiles, jnp.int32)
-  return jnp.concatenate([header, fields])
+  aligned, tiles = _aligned(start, end, heights[-1])
+  best = chosen = None
+  for pair in itertools.combinations(enumerate((0, *heights), start=-1), 2):
+    (low_index, low), (high_index, high) = pair
+    missing = jnp.maximum(end - aligned - tiles * low, 0)
+    few = lax.div(missing + high - low - 1, high - low)
+    computed = tiles * low + few * (high - low)
+    computed = jnp.where(few <= tiles, computed, _NEVER)
+    this = few, low, high, low_index, high_index
+    if best is None:
+      best, chosen = computed, this
+    else:
+      better = computed < best
+      chosen = [jnp.where(better, x, y) for x, y in zip(this, chosen)]
+      best = jnp.minimum(best, computed)
+  few, low, high, low_index, high_index = chosen
+  is_high = place < few
+  first = jnp.minimum(place, few) * high + jnp.maximum(place - few, 0) * low
+  first = aligned + first
+  last = jnp.minimum(first + jnp.where(is_high, high, low), end)
+  height = jnp.where(is_high, high_index, low_index)
+  return first, jnp.maximum(first, start), last, height
 
 
 def largest_first(group_sizes: jax.Array, num_rows: int) -> jax.Array:
