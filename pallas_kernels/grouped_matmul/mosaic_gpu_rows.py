@@ -86,11 +86,11 @@ def rows_times_matrices(
     cluster = lax.axis_index("tile")
     half = lax.axis_index("pair") if plan.cluster > 1 else 0
     items = items_gm[0, 0]
-    rounds = schedule.rounds(items, cluster, plan.clusters)
+    rounds = lax.div(items - cluster + plan.clusters - 1, plan.clusters)
 
     def fields_of(n, fields):
       """Fields of the n-th item; of the last item from there on."""
-      item = lax.min(schedule.dealt(n, cluster, plan.clusters), items - 1)
+      item = lax.min(n * plan.clusters + cluster, items - 1)
       return tuple(items_gm[1 + item, field] for field in fields)
 
     def first_column(column):

@@ -27,7 +27,7 @@ _NEVER = np.iinfo(np.int32).max
 
 # Fields of an item, after one row that holds their number.
 GROUP, START, BEGIN, END, HEIGHT, COLUMN = FIELDS = range(6)
-_COMPARED = 1 << 15  # items times groups that a block of the table compares
+_PROGRAMS = 128  # that make the table of items
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,85 +67,134 @@ def row_items(
 ) -> jax.Array:
   """Cuts the groups, and the rows past them, into tiles, for every column.
 
+  A group's items run panel by panel, in a panel column by column. Every cluster
+  gets as many items of each height as any other, to within one, and works on
+  them in this order: of all items by falling height, the i-th is cluster
+  i % clusters's.
+
   Args:
     group_sizes: [E] int32.
     num_rows: M, a multiple of 8.
     column_tiles: how many columns of tiles there are.
-    plan: the heights that a tile can have, and the panel.
+    plan: the heights that a tile can have, the panel and the clusters.
 
   Returns:
-    [1 + I, 6] int32: first the number of items in use, then for each, in the
-    order of execution, its group (E for the rows past the groups), its first
-    row, the rows [begin, end) that are its to write, and the indices of its
-    height and column. I bounds the number for any sizes.
+    [1 + I, 6] int32: first the number of items in use, then in line
+    n * clusters + c the n-th item of cluster c: its group (E for the rows past
+    the groups), its first row, the rows [begin, end) that are its to write, and
+    the indices of its height and column. I bounds the number for any sizes.
   """
-  num_groups = group_sizes.shape[0]
+  num_groups, clusters = group_sizes.shape[0], plan.clusters
   spans = min(num_groups + 1, num_rows)
   most = (num_rows + ALIGNMENT * spans) // plan.heights[-1] + spans
-  length = 1 + most * column_tiles
+  shape = (1 + most * column_tiles, len(FIELDS))
   lanes = pl.next_power_of_2(num_groups + 1)
-  block = max(min(_COMPARED // lanes, 32), 1)
 
   def body(sizes_ref, items_ref):
     group = jnp.arange(lanes)
-    own = group < num_groups
-    sizes = pltriton.load(sizes_ref.at[group], mask=own, other=0)
+    sizes = pltriton.load(
+        sizes_ref.at[group], mask=group < num_groups, other=0
+    )
     ends = jnp.cumsum(sizes)
     starts = jnp.minimum(ends - sizes, num_rows)
     ends = jnp.where(group == num_groups, num_rows, jnp.minimum(ends, num_rows))
-    _, tiles = _aligned(starts, ends, plan.heights[-1])
-    last = jnp.cumsum(tiles)
-    count = jnp.sum(tiles)
+    aligned = lax.div(starts, ALIGNMENT) * ALIGNMENT
+    rows = jnp.where(ends > starts, ends - aligned, 0)
+    tiles, few, low, high, low_index, high_index = _two_heights(
+        rows, plan.heights
+    )
+    count = jnp.sum(tiles) * column_tiles
+    # Per height: which groups' higher or lower tiles have it, its items in the
+    # groups before, and the items that are higher.
+    classes, higher = [], 0
+    for index in reversed(range(len(plan.heights))):
+      is_high, is_low = high_index == index, low_index == index
+      mine = jnp.where(is_high, few, 0) + jnp.where(is_low, tiles - few, 0)
+      before = (jnp.cumsum(mine) - mine) * column_tiles
+      classes.append((is_high, is_low, before, higher))
+      higher += jnp.sum(mine) * column_tiles
 
-    # The first line of the table has the count, so an item's is one further.
-    line = pl.program_id(0) * block + jnp.arange(block)
-    number = jnp.maximum(line - 1, 0)
-    first = lax.div(number, plan.panel * column_tiles) * plan.panel
-    side = jnp.clip(count - first, 1, plan.panel)
-    rest = number - first * column_tiles
-    column = lax.div(rest, side)
-    tile = first + rest - column * side
+    def store(place, column):
+      """Writes every group's tile number `place`, of those that have one."""
+      first = lax.div(place, plan.panel) * plan.panel
+      side = jnp.minimum(tiles - first, plan.panel)
+      highs = lambda n: jnp.minimum(few, n)  # of a group's first n tiles
+      in_panel = highs(first + side) - highs(first)
+      before = column_tiles * first + column * side + place - first
+      high_before = (
+          (column_tiles - 1) * highs(first) + column * in_panel + highs(place)
+      )
+      earlier = [
+          items
+          + jnp.where(is_high, high_before, 0)
+          + jnp.where(is_low, before - high_before, 0)
+          for is_high, is_low, items, _ in classes
+      ]
+      is_higher = place < few
+      cluster = 0
+      for (is_high, is_low, _, higher), rank in zip(classes, earlier):
+        own = jnp.where(is_higher, is_high, is_low)
+        cluster += jnp.where(own, lax.rem(higher + rank, clusters), 0)
+      turn = 0
+      upto = lambda n: lax.div(n - cluster + clusters - 1, clusters)
+      for (*_, higher), rank in zip(classes, earlier):
+        turn += upto(higher + rank) - upto(higher)
+      line = 1 + turn * clusters + cluster
 
-    mine = (last - tiles)[None, :] <= tile[:, None]
-    mine &= tile[:, None] < last[None, :]
-    of_mine = lambda x: jnp.sum(jnp.where(mine, x[None, :], 0), axis=1)
-    owner, start, end = of_mine(group), of_mine(starts), of_mine(ends)
-    place = tile - of_mine(last - tiles)
-    fields = _tile_of_group(start, end, place, plan.heights)
-    for field, value in zip(FIELDS, (owner, *fields, column)):
-      value = jnp.where(line == 0, count * column_tiles, value)
-      there = items_ref.at[line * len(FIELDS) + field]
-      pltriton.store(there, value, mask=line < length)
+      start = aligned + highs(place) * high + (place - highs(place)) * low
+      end = jnp.minimum(start + jnp.where(is_higher, high, low), ends)
+      begin = jnp.maximum(start, starts)
+      height = jnp.where(is_higher, high_index, low_index)
+      for field, value in zip(
+          FIELDS, (group, start, begin, end, height, column)
+      ):
+        there = items_ref.at[line * len(FIELDS) + field]
+        value = jnp.broadcast_to(value, group.shape)
+        pltriton.store(there, value, mask=place < tiles)
+
+    program = pl.program_id(0)
+    field = jnp.arange(8)
+    is_header = (field < len(FIELDS)) & (program == 0)
+    header = jnp.broadcast_to(count, field.shape)
+    pltriton.store(items_ref.at[field], header, mask=is_header)
+
+    def turn(n, _):
+      pair = program + n * _PROGRAMS
+      place = lax.div(pair, column_tiles)
+      store(place, pair - place * column_tiles)
+
+    pairs = jnp.max(tiles) * column_tiles
+    turns = lax.div(pairs - program + _PROGRAMS - 1, _PROGRAMS)
+    lax.fori_loop(0, turns, turn, None)
 
   items = pl.pallas_call(
       body,
-      out_shape=jax.ShapeDtypeStruct((length * len(FIELDS),), jnp.int32),
-      grid=(-(-length // block),),
-      compiler_params=pltriton.CompilerParams(num_warps=4),
+      out_shape=jax.ShapeDtypeStruct((shape[0] * shape[1],), jnp.int32),
+      grid=(_PROGRAMS,),
+      compiler_params=pltriton.CompilerParams(
+          num_warps=min(max(lanes // 256, 4), 16)
+      ),
       interpret=plan.interpret is not None,
       name="grouped_matmul_items",
   )(group_sizes.astype(jnp.int32))
-  return items.reshape(length, len(FIELDS))
+  return items.reshape(shape)
 
 
-def _aligned(start, end, highest: int):
-  """The aligned row at or before a group's first, and how many tiles it is."""
-  aligned = lax.div(start, ALIGNMENT) * ALIGNMENT
-  rows = jnp.where(end > start, end - aligned, 0)
-  return aligned, lax.div(rows + highest - 1, highest)
+def _two_heights(rows, heights: tuple[int, ...]):
+  """Cuts rows into as few tiles as possible, of the two best heights.
 
+  Of every pair of heights, as few of the higher as are needed; the pair that
+  computes the least. 0 counts as a height, and is unused.
 
-def _tile_of_group(start, end, place, heights: tuple[int, ...]):
-  """A group's tile number `place`: start, begin, end, height as in `row_items`.
-
-  Of every pair of heights, as few tiles of the higher as are needed; the pair
-  that computes the least. 0 counts as a height, and is unused.
+  Returns:
+    How many tiles, how many of them have the higher height, the two heights
+    and their indices.
   """
-  aligned, tiles = _aligned(start, end, heights[-1])
+  tiles = lax.div(rows + heights[-1] - 1, heights[-1])
   best = chosen = None
   for pair in itertools.combinations(enumerate((0, *heights), start=-1), 2):
     (low_index, low), (high_index, high) = pair
-    missing = jnp.maximum(end - aligned - tiles * low, 0)
+    missing = jnp.maximum(rows - tiles * low, 0)
     few = lax.div(missing + high - low - 1, high - low)
     computed = tiles * low + few * (high - low)
     computed = jnp.where(few <= tiles, computed, _NEVER)
@@ -156,13 +205,7 @@ def _tile_of_group(start, end, place, heights: tuple[int, ...]):
       better = computed < best
       chosen = [jnp.where(better, x, y) for x, y in zip(this, chosen)]
       best = jnp.minimum(best, computed)
-  few, low, high, low_index, high_index = chosen
-  is_high = place < few
-  first = jnp.minimum(place, few) * high + jnp.maximum(place - few, 0) * low
-  first = aligned + first
-  last = jnp.minimum(first + jnp.where(is_high, high, low), end)
-  height = jnp.where(is_high, high_index, low_index)
-  return first, jnp.maximum(first, start), last, height
+  return tiles, *chosen
 
 
 def largest_first(group_sizes: jax.Array, num_rows: int) -> jax.Array:

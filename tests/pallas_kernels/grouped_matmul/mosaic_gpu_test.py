@@ -162,26 +162,42 @@ class ScheduleTest(parameterized.TestCase):
       waste = heights[-1] - heights[-2] + schedule.ALIGNMENT
       self.assertLess(computed, total + waste * len(sizes))
 
-  def test_every_tile_meets_every_column_once(self):
+  def test_a_groups_tiles_meet_every_column_panel_by_panel(self):
     sizes = np.array([40, 0, 700, 3], np.int32)
-    tiles, *_ = _items(sizes, 800, heights=(32, 64))
-    self.assertTrue(np.all(np.diff(tiles[:, schedule.BEGIN]) > 0))
+    tiles, *_ = _items(sizes, 800, heights=(32, 64), clusters=1)
+    tiles = tiles[:, : schedule.COLUMN].tolist()
     for column_tiles, panel in ((1, 8), (3, 4), (5, 100)):
       items, *_ = _items(
-          sizes, 800, column_tiles, heights=(32, 64), panel=panel
+          sizes, 800, column_tiles, heights=(32, 64), panel=panel, clusters=1
       )
-      self.assertLen(items, len(tiles) * column_tiles)
-      met = {tuple(item) for item in items}
-      expected = {
-          (*tile[: schedule.COLUMN], column)
-          for tile in tiles.tolist()
-          for column in range(column_tiles)
-      }
-      self.assertEqual(met, expected)
-      # A panel's tiles side by side before the next column.
-      tile = np.searchsorted(tiles[:, schedule.BEGIN], items[:, schedule.BEGIN])
-      order = np.lexsort((tile, items[:, schedule.COLUMN], tile // panel))
-      np.testing.assert_array_equal(order, np.arange(len(items)))
+      expected = []
+      for group in range(len(sizes) + 1):
+        own = [tile for tile in tiles if tile[schedule.GROUP] == group]
+        for first in range(0, len(own), panel):
+          expected += [
+              [*tile, column]
+              for column in range(column_tiles)
+              for tile in own[first : first + panel]
+          ]
+      self.assertEqual(items.tolist(), expected)
+
+  def test_clusters_get_the_same_of_every_height_in_order(self):
+    sizes = np.array([90, 0, 300, 3, 70, 20, 33, 64], np.int32)
+    fields = dict(heights=(32, 64, 80))
+    ordered, *_ = _items(sizes, 700, 3, clusters=1, **fields)
+    place = {tuple(item): i for i, item in enumerate(ordered)}
+    for clusters in (2, 5, 7, 64):
+      items, *_ = _items(sizes, 700, 3, clusters=clusters, **fields)
+      self.assertEqual({tuple(item) for item in items}, set(place))
+      for height in range(3):
+        counts = [
+            np.sum(items[c::clusters, schedule.HEIGHT] == height)
+            for c in range(clusters)
+        ]
+        self.assertLessEqual(max(counts) - min(counts), 1)
+      for c in range(clusters):
+        places = [place[tuple(item)] for item in items[c::clusters]]
+        self.assertEqual(places, sorted(places))
 
   def test_every_item_is_dealt_once_and_late_rounds_run_backwards(self):
     for items in (0, 1, 6, 7, 12, 23):
