@@ -92,9 +92,7 @@ def row_items(
 
   def body(sizes_ref, items_ref):
     group = jnp.arange(lanes)
-    sizes = pltriton.load(
-        sizes_ref.at[group], mask=group < num_groups, other=0
-    )
+    sizes = pltriton.load(sizes_ref.at[group], mask=group < num_groups, other=0)
     ends = jnp.cumsum(sizes)
     starts = jnp.minimum(ends - sizes, num_rows)
     ends = jnp.where(group == num_groups, num_rows, jnp.minimum(ends, num_rows))
@@ -106,13 +104,13 @@ def row_items(
     count = jnp.sum(tiles) * column_tiles
     # Per height: which groups' higher or lower tiles have it, its items in the
     # groups before, and the items that are higher.
-    classes, higher = [], 0
+    classes, above = [], 0
     for index in reversed(range(len(plan.heights))):
       is_high, is_low = high_index == index, low_index == index
       mine = jnp.where(is_high, few, 0) + jnp.where(is_low, tiles - few, 0)
       before = (jnp.cumsum(mine) - mine) * column_tiles
-      classes.append((is_high, is_low, before, higher))
-      higher += jnp.sum(mine) * column_tiles
+      classes.append((is_high, is_low, before, above))
+      above += jnp.sum(mine) * column_tiles
 
     def store(place, column):
       """Writes every group's tile number `place`, of those that have one."""
@@ -132,13 +130,13 @@ def row_items(
       ]
       is_higher = place < few
       cluster = 0
-      for (is_high, is_low, _, higher), rank in zip(classes, earlier):
+      for (is_high, is_low, _, above), rank in zip(classes, earlier):
         own = jnp.where(is_higher, is_high, is_low)
-        cluster += jnp.where(own, lax.rem(higher + rank, clusters), 0)
+        cluster += jnp.where(own, lax.rem(above + rank, clusters), 0)
       turn = 0
       upto = lambda n: lax.div(n - cluster + clusters - 1, clusters)
-      for (*_, higher), rank in zip(classes, earlier):
-        turn += upto(higher + rank) - upto(higher)
+      for (*_, above), rank in zip(classes, earlier):
+        turn += upto(above + rank) - upto(above)
       line = 1 + turn * clusters + cluster
 
       start = aligned + highs(place) * high + (place - highs(place)) * low
@@ -158,14 +156,14 @@ def row_items(
     header = jnp.broadcast_to(count, field.shape)
     pltriton.store(items_ref.at[field], header, mask=is_header)
 
-    def turn(n, _):
+    def store_one(n, _):
       pair = program + n * _PROGRAMS
       place = lax.div(pair, column_tiles)
       store(place, pair - place * column_tiles)
 
     pairs = jnp.max(tiles) * column_tiles
-    turns = lax.div(pairs - program + _PROGRAMS - 1, _PROGRAMS)
-    lax.fori_loop(0, turns, turn, None)
+    own = lax.div(pairs - program + _PROGRAMS - 1, _PROGRAMS)
+    lax.fori_loop(0, own, store_one, None)
 
   items = pl.pallas_call(
       body,
