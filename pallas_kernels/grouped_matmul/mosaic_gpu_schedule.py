@@ -1,7 +1,7 @@
 """Which rows every tile of a grouped product covers, and tile shapes.
 
-One small Triton kernel makes the table of items for the row products: as an XLA
-program it is seven kernels, which take as long as 3 % of a product.
+One small Triton kernel makes the table of items for the row products; as an XLA
+program it was seven.
 
 A group's rows are cut into as few tiles as the highest allows, of the two
 heights that waste the least. Tiles start on a multiple of 8 rows, as the copy
@@ -170,7 +170,7 @@ def row_items(
       out_shape=jax.ShapeDtypeStruct((shape[0] * shape[1],), jnp.int32),
       grid=(_PROGRAMS,),
       compiler_params=pltriton.CompilerParams(
-          num_warps=min(max(lanes // 256, 4), 16)
+          num_warps=4 if lanes < 1024 else 8
       ),
       interpret=plan.interpret is not None,
       name="grouped_matmul_items",
