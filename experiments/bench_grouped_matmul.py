@@ -40,7 +40,9 @@ _PLANS = flags.DEFINE_multi_string(
     "plan", ["{}"], "Fields of mosaic_gpu.Plan as a Python dict."
 )
 _LOADS = flags.DEFINE_list("loads", ["uniform", "settled", "zipf"], "")
-_PARTS = flags.DEFINE_bool("parts", False, "Time each kernel too.")
+_PARTS = flags.DEFINE_bool(
+    "parts", False, "Time each kernel too, and print the forward's floors."
+)
 _CHECK = flags.DEFINE_bool("check", False, "Compare with float64 and exit.")
 _XLA = flags.DEFINE_bool("xla", False, "Time the XLA implementation too.")
 _PEERS = flags.DEFINE_bool(
@@ -56,6 +58,8 @@ _TORCH = flags.DEFINE_bool("torch", False, "Time torch._grouped_mm too.")
 
 _BF16 = jnp.bfloat16
 _ROUNDS = 7
+# Of an H200: an 8192^3 product, a copy (read and written).
+_PEAK_FLOPS, _PEAK_BYTES = 687e12, 4.3e12
 
 
 def group_sizes(load: str, num_rows: int, num_groups: int) -> np.ndarray:
@@ -115,18 +119,18 @@ def _with_gradients(forward):
 
 def _parts(plan):
   """Each kernel by itself, and the schedule."""
-  tiles = lambda lhs, sizes: mosaic_gpu_schedule.row_tiles(
-      sizes, lhs.shape[0], plan.heights
-  )
+  block = mosaic_gpu_rows.WARPGROUPS * plan.slice * plan.cluster
   rows = mosaic_gpu_rows.rows_times_matrices
   return {
       "d_lhs": lambda lhs, rhs, sizes, d_out: rows(
-          plan, d_out, (rhs,), tiles(lhs, sizes), transpose=True
+          plan, d_out, (rhs,), sizes, transpose=True
       ),
       "d_rhs": lambda lhs, rhs, sizes, d_out: (
           mosaic_gpu_weights.outer_products(plan, lhs, d_out, sizes, 1)
       ),
-      "schedule": lambda lhs, rhs, sizes, d_out: tiles(lhs, sizes),
+      "schedule": lambda lhs, rhs, sizes, d_out: mosaic_gpu_schedule.row_items(
+          sizes, lhs.shape[0], -(-rhs.shape[2] // block), plan
+      ),
   }
 
 
@@ -206,6 +210,8 @@ def measure(shape, compiled):
   lhs, rhs, d_out = jax.jit(lambda: _inputs(*_widths(shape)))()
   for load in _LOADS.value:
     sizes = group_sizes(load, lhs.shape[0], rhs.shape[0])
+    if _PARTS.value:
+      print(_floors(mosaic_gpu.Plan(), sizes, *rhs.shape[1:]), flush=True)
     calls = {}
     for (_, name, what), function in compiled.items():
       run = functools.partial(function, lhs, rhs, jnp.asarray(sizes), d_out)
@@ -223,6 +229,24 @@ def measure(shape, compiled):
       flops = 2.0 * lhs.shape[0] * rhs.shape[1] * rhs.shape[2]
       products = 3 if "bwd" in what else 1 - (what == "schedule")
       _report(f"{shape} {name}", load, what, times, flops * products)
+
+
+def _floors(plan, sizes, width_in, width_out):
+  """What a forward product takes if products, or bytes, were all of it."""
+  table = mosaic_gpu_schedule.row_items(
+      jnp.asarray(sizes), _ROWS.value, 1, plan
+  )
+  count, *tiles = np.asarray(table)
+  heights = np.array(tiles[: count[0]])[:, mosaic_gpu_schedule.HEIGHT]
+  rows = np.sum(np.take(plan.heights, heights))
+  matrices = np.count_nonzero(sizes) * width_in * width_out
+  moved = 2 * (_ROWS.value * (width_in + width_out) + matrices)
+  flops = 2 * rows * width_in * width_out
+  return (
+      f"# floors: {rows / _ROWS.value:.3f} rows computed per row,"
+      f" {flops / _PEAK_FLOPS * 1e3:.3f} ms; {moved / 1e9:.2f} GB,"
+      f" {moved / _PEAK_BYTES * 1e3:.3f} ms"
+  )
 
 
 def _inputs(width_in, width_out, num_groups):

@@ -76,8 +76,9 @@ def _pad(x, shape):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(plan, lhs, stacks, group_sizes):
-  tiles = schedule.row_tiles(group_sizes, lhs.shape[0], plan.heights)
-  return rows_lib.rows_times_matrices(plan, lhs, stacks, tiles, transpose=False)
+  return rows_lib.rows_times_matrices(
+      plan, lhs, stacks, group_sizes, transpose=False
+  )
 
 
 def _forward(plan, lhs, stacks, group_sizes):
@@ -87,9 +88,8 @@ def _forward(plan, lhs, stacks, group_sizes):
 
 def _backward(plan, residuals, d_out):
   lhs, stacks, group_sizes = residuals
-  tiles = schedule.row_tiles(group_sizes, lhs.shape[0], plan.heights)
   d_lhs = rows_lib.rows_times_matrices(
-      plan, d_out, stacks, tiles, transpose=True
+      plan, d_out, stacks, group_sizes, transpose=True
   )
   d_stacks = weights_lib.outer_products(
       plan, lhs, d_out, group_sizes, len(stacks)

@@ -51,7 +51,7 @@ def rows_times_matrices(
     plan: schedule.Plan,
     rows: jax.Array,
     stacks: tuple[jax.Array, ...],
-    tiles: jax.Array,
+    group_sizes: jax.Array,
     *,
     transpose: bool,
 ) -> jax.Array:
@@ -65,7 +65,7 @@ def rows_times_matrices(
       than the highest tile.
     stacks: S arrays [E, I, N / S]; I and N / S multiples of 64, I and N no less
       than a slice, N / S a multiple of a slice unless S is 1.
-    tiles: from `schedule.row_tiles`.
+    group_sizes: [E] int32.
     transpose: whether to use the matrices' transposes.
 
   Returns:
@@ -86,11 +86,11 @@ def rows_times_matrices(
     cluster = lax.axis_index("tile")
     half = lax.axis_index("pair") if plan.cluster > 1 else 0
     items = items_gm[0, 0]
-    rounds = schedule.rounds(items, cluster, plan.clusters)
+    rounds = lax.div(items - cluster + plan.clusters - 1, plan.clusters)
 
     def fields_of(n, fields):
       """Fields of the n-th item; of the last item from there on."""
-      item = lax.min(schedule.dealt(n, cluster, plan.clusters), items - 1)
+      item = lax.min(n * plan.clusters + cluster, items - 1)
       return tuple(items_gm[1 + item, field] for field in fields)
 
     def first_column(column):
@@ -295,5 +295,5 @@ def rows_times_matrices(
       ),
       **lanes.launch(plan, name, WARPGROUPS + 1),
   )
-  items = schedule.row_items(tiles, column_tiles, plan.panel)
+  items = schedule.row_items(group_sizes, num_rows, column_tiles, plan)
   return kernel(rows, *stacks, items)

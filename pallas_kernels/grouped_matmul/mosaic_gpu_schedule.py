@@ -1,5 +1,8 @@
 """Which rows every tile of a grouped product covers, and tile shapes.
 
+One small Triton kernel makes the table of items for the row products; as an XLA
+program it was seven.
+
 A group's rows are cut into as few tiles as the highest allows, of the two
 heights that waste the least. Tiles start on a multiple of 8 rows, as the copy
 engine needs; the few rows of a neighbour that a tile reads at its two ends are
@@ -13,15 +16,18 @@ import itertools
 import jax
 from jax import lax
 from jax import numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import triton as pltriton
 import numpy as np
 
 ALIGNMENT = 8  # rows of a shared-memory tile
 CHUNK = 64  # contracted per step: a swizzled row of 128 bytes
 _NEVER = np.iinfo(np.int32).max
 
-# Fields of a row tile and of an item, after one row that holds their number.
-GROUP, START, BEGIN, END, HEIGHT, COLUMN = range(6)
+# Fields of an item, after one row that holds their number.
+GROUP, START, BEGIN, END, HEIGHT, COLUMN = FIELDS = range(6)
+_PROGRAMS = 128  # that make the table of items
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,86 +62,148 @@ class Plan:
   interpret: plgpu.InterpretGPUParams | None = None
 
 
-def row_tiles(
-    group_sizes: jax.Array, num_rows: int, heights: tuple[int, ...]
+def row_items(
+    group_sizes: jax.Array, num_rows: int, column_tiles: int, plan: Plan
 ) -> jax.Array:
-  """Cuts the groups, and the rows past them, into tiles.
+  """Cuts the groups, and the rows past them, into tiles, for every column.
+
+  A group's items run panel by panel, in a panel column by column. Every cluster
+  gets as many items of each height as any other, to within one, and works on
+  them in this order: of all items by falling height, the i-th is cluster
+  i % clusters's.
 
   Args:
     group_sizes: [E] int32.
     num_rows: M, a multiple of 8.
-    heights: rows that a tile can have, ascending.
-
-  Returns:
-    [1 + T, 5] int32: first the number of tiles in use, then for each its
-    group (E for the rows past the groups), its first row, the rows [begin,
-    end) that are its to write, and the index of its height. T bounds the
-    number for any sizes.
-  """
-  num_groups = group_sizes.shape[0]
-  starts, ends = bounds(group_sizes, num_rows)
-  starts = jnp.append(starts, ends[-1])
-  ends = jnp.append(ends, num_rows)
-  aligned = starts // ALIGNMENT * ALIGNMENT
-  rows = jnp.where(ends > starts, ends - aligned, 0)
-  tiles = -(-rows // heights[-1])
-  # Of every pair of heights, as few of the higher as are needed; 0 is unused.
-  pairs = itertools.combinations(enumerate((0, *heights), start=-1), 2)
-  (low_index, low), (high_index, high) = np.array(
-      list(pairs), np.int32
-  ).T.swapaxes(0, 1)
-  step = (high - low)[None]
-  lowest = tiles[:, None] * low[None]
-  few = jnp.maximum(-(-(rows[:, None] - lowest) // step), 0)
-  computed = lowest + few * step
-  possible = few <= tiles[:, None]
-  pair = jnp.argmin(jnp.where(possible, computed, _NEVER), axis=1)
-  few = jnp.take_along_axis(few, pair[:, None], axis=1)[:, 0]
-
-  last = _running_sum(tiles)
-  spans = min(num_groups + 1, num_rows)
-  most = (num_rows + ALIGNMENT * spans) // heights[-1] + spans
-  number = jnp.arange(most, dtype=jnp.int32)
-  group = jnp.sum(last[None, :] <= number[:, None], axis=1, dtype=jnp.int32)
-  group = jnp.minimum(group, num_groups)
-  within = number - (last - tiles)[group]
-  few, pair = few[group], pair[group]
-  low, high, low_index, high_index = (
-      jnp.asarray(x)[pair] for x in (low, high, low_index, high_index)
-  )
-  is_high = within < few
-  start = jnp.minimum(within, few) * high + jnp.maximum(within - few, 0) * low
-  start = aligned[group] + start
-  begin = jnp.maximum(start, starts[group])
-  end = jnp.minimum(start + jnp.where(is_high, high, low), ends[group])
-  height = jnp.where(is_high, high_index, low_index)
-  fields = jnp.stack([group, start, begin, end, height], axis=1)
-  header = jnp.full((1, fields.shape[1]), last[-1], jnp.int32)
-  return jnp.concatenate([header, fields])
-
-
-def row_items(tiles: jax.Array, column_tiles: int, panel: int) -> jax.Array:
-  """Tiles times columns, in the order of execution.
-
-  Args:
-    tiles: from `row_tiles`.
     column_tiles: how many columns of tiles there are.
-    panel: row tiles that run side by side before the next columns.
+    plan: the heights that a tile can have, the panel and the clusters.
 
   Returns:
-    [1 + T * column_tiles, 6] int32: first the number of items, then each
-    item's tile and the index of its column.
+    [1 + I, 6] int32: first the number of items in use, then in line
+    n * clusters + c the n-th item of cluster c: its group (E for the rows past
+    the groups), its first row, the rows [begin, end) that are its to write, and
+    the indices of its height and column. I bounds the number for any sizes.
   """
-  count = tiles[0, 0]
-  index = jnp.arange((tiles.shape[0] - 1) * column_tiles, dtype=jnp.int32)
-  first = index // (panel * column_tiles) * panel
-  height = jnp.clip(count - first, 1, panel)
-  rest = index - first * column_tiles
-  column = rest // height
-  tile = first + rest - column * height
-  fields = jnp.concatenate([tiles[1 + tile], column[:, None]], axis=1)
-  header = jnp.full((1, fields.shape[1]), count * column_tiles, jnp.int32)
-  return jnp.concatenate([header, fields])
+  num_groups, clusters = group_sizes.shape[0], plan.clusters
+  spans = min(num_groups + 1, num_rows)
+  most = (num_rows + ALIGNMENT * spans) // plan.heights[-1] + spans
+  shape = (1 + most * column_tiles, len(FIELDS))
+  lanes = pl.next_power_of_2(num_groups + 1)
+
+  def body(sizes_ref, items_ref):
+    group = jnp.arange(lanes)
+    sizes = pltriton.load(sizes_ref.at[group], mask=group < num_groups, other=0)
+    ends = jnp.cumsum(sizes)
+    starts = jnp.minimum(ends - sizes, num_rows)
+    ends = jnp.where(group == num_groups, num_rows, jnp.minimum(ends, num_rows))
+    aligned = lax.div(starts, ALIGNMENT) * ALIGNMENT
+    rows = jnp.where(ends > starts, ends - aligned, 0)
+    tiles, few, low, high, low_index, high_index = _two_heights(
+        rows, plan.heights
+    )
+    count = jnp.sum(tiles) * column_tiles
+    # Per height: which groups' higher or lower tiles have it, its items in the
+    # groups before, and the items that are higher.
+    classes, above = [], 0
+    for index in reversed(range(len(plan.heights))):
+      is_high, is_low = high_index == index, low_index == index
+      mine = jnp.where(is_high, few, 0) + jnp.where(is_low, tiles - few, 0)
+      before = (jnp.cumsum(mine) - mine) * column_tiles
+      classes.append((is_high, is_low, before, above))
+      above += jnp.sum(mine) * column_tiles
+
+    def store(place, column):
+      """Writes every group's tile number `place`, of those that have one."""
+      first = lax.div(place, plan.panel) * plan.panel
+      side = jnp.minimum(tiles - first, plan.panel)
+      highs = lambda n: jnp.minimum(few, n)  # of a group's first n tiles
+      in_panel = highs(first + side) - highs(first)
+      before = column_tiles * first + column * side + place - first
+      high_before = (
+          (column_tiles - 1) * highs(first) + column * in_panel + highs(place)
+      )
+      earlier = [
+          items
+          + jnp.where(is_high, high_before, 0)
+          + jnp.where(is_low, before - high_before, 0)
+          for is_high, is_low, items, _ in classes
+      ]
+      is_higher = place < few
+      cluster = 0
+      for (is_high, is_low, _, above), rank in zip(classes, earlier):
+        own = jnp.where(is_higher, is_high, is_low)
+        cluster += jnp.where(own, lax.rem(above + rank, clusters), 0)
+      turn = 0
+      upto = lambda n: lax.div(n - cluster + clusters - 1, clusters)
+      for (*_, above), rank in zip(classes, earlier):
+        turn += upto(above + rank) - upto(above)
+      line = 1 + turn * clusters + cluster
+
+      start = aligned + highs(place) * high + (place - highs(place)) * low
+      end = jnp.minimum(start + jnp.where(is_higher, high, low), ends)
+      begin = jnp.maximum(start, starts)
+      height = jnp.where(is_higher, high_index, low_index)
+      for field, value in zip(
+          FIELDS, (group, start, begin, end, height, column)
+      ):
+        there = items_ref.at[line * len(FIELDS) + field]
+        value = jnp.broadcast_to(value, group.shape)
+        pltriton.store(there, value, mask=place < tiles)
+
+    program = pl.program_id(0)
+    field = jnp.arange(8)
+    is_header = (field < len(FIELDS)) & (program == 0)
+    header = jnp.broadcast_to(count, field.shape)
+    pltriton.store(items_ref.at[field], header, mask=is_header)
+
+    def store_one(n, _):
+      pair = program + n * _PROGRAMS
+      place = lax.div(pair, column_tiles)
+      store(place, pair - place * column_tiles)
+
+    pairs = jnp.max(tiles) * column_tiles
+    own = lax.div(pairs - program + _PROGRAMS - 1, _PROGRAMS)
+    lax.fori_loop(0, own, store_one, None)
+
+  items = pl.pallas_call(
+      body,
+      out_shape=jax.ShapeDtypeStruct((shape[0] * shape[1],), jnp.int32),
+      grid=(_PROGRAMS,),
+      compiler_params=pltriton.CompilerParams(
+          num_warps=4 if lanes < 1024 else 8
+      ),
+      interpret=plan.interpret is not None,
+      name="grouped_matmul_items",
+  )(group_sizes.astype(jnp.int32))
+  return items.reshape(shape)
+
+
+def _two_heights(rows, heights: tuple[int, ...]):
+  """Cuts rows into as few tiles as possible, of the two best heights.
+
+  Of every pair of heights, as few of the higher as are needed; the pair that
+  computes the least. 0 counts as a height, and is unused.
+
+  Returns:
+    How many tiles, how many of them have the higher height, the two heights
+    and their indices.
+  """
+  tiles = lax.div(rows + heights[-1] - 1, heights[-1])
+  best = chosen = None
+  for pair in itertools.combinations(enumerate((0, *heights), start=-1), 2):
+    (low_index, low), (high_index, high) = pair
+    missing = jnp.maximum(rows - tiles * low, 0)
+    few = lax.div(missing + high - low - 1, high - low)
+    computed = tiles * low + few * (high - low)
+    computed = jnp.where(few <= tiles, computed, _NEVER)
+    this = few, low, high, low_index, high_index
+    if best is None:
+      best, chosen = computed, this
+    else:
+      better = computed < best
+      chosen = [jnp.where(better, x, y) for x, y in zip(this, chosen)]
+      best = jnp.minimum(best, computed)
+  return tiles, *chosen
 
 
 def largest_first(group_sizes: jax.Array, num_rows: int) -> jax.Array:

@@ -121,22 +121,30 @@ class InterpretedTest(parameterized.TestCase):
     return actual
 
 
-class ScheduleTest(absltest.TestCase):
+def _items(sizes, num_rows, column_tiles=1, **fields):
+  """Items in use, [n, 6], and how many lines the table has for them."""
+  plan = dataclasses.replace(_PLAN, **fields)
+  make = jax.jit(schedule.row_items, static_argnums=(1, 2, 3))
+  count, *items = np.asarray(make(sizes, num_rows, column_tiles, plan))
+  return np.array(items[: count[0]]), count[0], len(items)
 
-  def test_every_row_is_written_once_by_its_group(self):
-    heights, num_rows, num_groups = (32, 64, 96), 1000, 12
-    make = jax.jit(schedule.row_tiles, static_argnums=(1, 2))
+
+class ScheduleTest(parameterized.TestCase):
+
+  @parameterized.parameters(12, 300)
+  def test_every_row_is_written_once_by_its_group(self, num_groups):
+    heights, num_rows = (32, 64, 96), 1000
     rng = np.random.default_rng(0)
-    for trial in range(200):
+    for trial in range(100):
       share = rng.dirichlet(np.full(num_groups, 0.3))
       total = num_rows if trial % 2 else rng.integers(0, num_rows + 1)
       sizes = rng.multinomial(total, share).astype(np.int32)
-      count, *tiles = np.asarray(make(sizes, num_rows, heights))
-      self.assertLessEqual(count[0], len(tiles))
+      tiles, count, most = _items(sizes, num_rows, heights=heights)
+      self.assertLessEqual(count, most)
       owner = np.full(num_rows, -1)
-      tiles = tiles[: count[0]]
-      for group, start, begin, end, height in tiles:
+      for group, start, begin, end, height, column in tiles:
         self.assertEqual(start % schedule.ALIGNMENT, 0)
+        self.assertEqual(column, 0)
         self.assertTrue(start <= begin < end <= start + heights[height])
         np.testing.assert_array_equal(owner[begin:end], -1)
         owner[begin:end] = group
@@ -146,28 +154,50 @@ class ScheduleTest(absltest.TestCase):
 
   def test_little_is_computed_for_nothing(self):
     heights = mosaic_gpu.Plan().heights
-    make = jax.jit(schedule.row_tiles, static_argnums=(1, 2))
     for rows_per_group in (146, 220, 250, 1170, 2340):
       sizes = np.full(16, rows_per_group, np.int32)
       total = int(sizes.sum())
-      count, *tiles = np.asarray(make(sizes, total, heights))
-      computed = sum(heights[t[schedule.HEIGHT]] for t in tiles[: count[0]])
+      tiles, *_ = _items(sizes, total, heights=heights)
+      computed = sum(heights[t[schedule.HEIGHT]] for t in tiles)
       waste = heights[-1] - heights[-2] + schedule.ALIGNMENT
       self.assertLess(computed, total + waste * len(sizes))
 
-  def test_every_tile_meets_every_column_once(self):
+  def test_a_groups_tiles_meet_every_column_panel_by_panel(self):
     sizes = np.array([40, 0, 700, 3], np.int32)
-    tiles = schedule.row_tiles(sizes, 800, (32, 64))
+    tiles, *_ = _items(sizes, 800, heights=(32, 64), clusters=1)
+    tiles = tiles[:, : schedule.COLUMN].tolist()
     for column_tiles, panel in ((1, 8), (3, 4), (5, 100)):
-      count, *items = np.asarray(schedule.row_items(tiles, column_tiles, panel))
-      self.assertEqual(count[0], int(tiles[0, 0]) * column_tiles)
-      met = {tuple(item) for item in items[: count[0]]}
-      expected = {
-          (*tile, column)
-          for tile in np.asarray(tiles)[1 : 1 + int(tiles[0, 0])].tolist()
-          for column in range(column_tiles)
-      }
-      self.assertEqual(met, expected)
+      items, *_ = _items(
+          sizes, 800, column_tiles, heights=(32, 64), panel=panel, clusters=1
+      )
+      expected = []
+      for group in range(len(sizes) + 1):
+        own = [tile for tile in tiles if tile[schedule.GROUP] == group]
+        for first in range(0, len(own), panel):
+          expected += [
+              [*tile, column]
+              for column in range(column_tiles)
+              for tile in own[first : first + panel]
+          ]
+      self.assertEqual(items.tolist(), expected)
+
+  def test_clusters_get_the_same_of_every_height_in_order(self):
+    sizes = np.array([90, 0, 300, 3, 70, 20, 33, 64], np.int32)
+    fields = dict(heights=(32, 64, 80))
+    ordered, *_ = _items(sizes, 700, 3, clusters=1, **fields)
+    place = {tuple(item): i for i, item in enumerate(ordered)}
+    for clusters in (2, 5, 7, 64):
+      items, *_ = _items(sizes, 700, 3, clusters=clusters, **fields)
+      self.assertEqual({tuple(item) for item in items}, set(place))
+      for height in range(3):
+        counts = [
+            np.sum(items[c::clusters, schedule.HEIGHT] == height)
+            for c in range(clusters)
+        ]
+        self.assertLessEqual(max(counts) - min(counts), 1)
+      for c in range(clusters):
+        places = [place[tuple(item)] for item in items[c::clusters]]
+        self.assertEqual(places, sorted(places))
 
   def test_every_item_is_dealt_once_and_late_rounds_run_backwards(self):
     for items in (0, 1, 6, 7, 12, 23):
