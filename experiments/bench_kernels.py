@@ -194,6 +194,7 @@ def _parts(x):
       "scan": functools.partial(scan_lib.scan, plan, output=True),
       "states": functools.partial(scan_lib.scan, plan, output=False),
       "reverse": functools.partial(scan_lib.reverse_scan, plan),
+      "both": functools.partial(scan_lib.backward_scans, plan),
       "gradient": functools.partial(gradient_lib.gradient, plan),
   }
   tiles = kernels["prep"](*local)
@@ -201,7 +202,11 @@ def _parts(x):
   states, v_new = kernels["states"](*walk)
   dv, ds, _ = kernels["reverse"](*walk)
   arguments = dict.fromkeys(kernels, walk)
-  arguments |= {"prep": local, "gradient": (*local, (states, ds, v_new, dv, v))}
+  arguments |= {
+      "prep": local,
+      "both": (*walk, v, state),
+      "gradient": (*local, (states, ds, v_new, dv, v)),
+  }
   return {
       name: timing.timed(fn, *arguments[name], repeats=_REPEATS.value)
       for name, fn in kernels.items()

@@ -236,11 +236,13 @@ def _attend_bwd(plan, args, cotangents):
   beta = _not_zero(beta, flags)
   local = (q, k, z, beta, slope, bias, flags)
   tiles = prep_lib.prep(plan, *local)
-  states, v_new = scan_lib.scan(
-      plan, tiles, v, initial.swapaxes(2, 3), output=False
-  )
-  dv, ds, d_initial = scan_lib.reverse_scan(
-      plan, tiles, d_out, d_final.swapaxes(2, 3)
+  (states, v_new), (dv, ds, d_initial) = scan_lib.backward_scans(
+      plan,
+      tiles,
+      v,
+      initial.swapaxes(2, 3),
+      d_out,
+      d_final.swapaxes(2, 3),
   )
   dq, dk, dz, d_beta, sums = gradient_lib.gradient(
       plan, *local, (states, ds, v_new, dv, d_out)

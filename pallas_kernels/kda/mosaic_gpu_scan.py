@@ -50,33 +50,9 @@ def scan(plan: Plan, tiles, v, initial, *, output: bool):
     (states [B, HV, N, V, K] bf16 before each chunk, v' in two parts
     [B, HV, N, 2, 64, V] bf16).
   """
-  nkgam, qg, kg, aqk, solve, gam, scales = tiles
-  batch, value_heads, chunks, _, width = nkgam.shape
-  values = v.shape[-1]
-  inputs = dict(nkgam=nkgam, kg=kg, solve=solve, gam=gam, scales=scales)
   if output:
-    inputs |= dict(qg=qg, aqk=aqk)
-    out_type = [
-        jax.ShapeDtypeStruct(v.shape, jnp.bfloat16),
-        jax.ShapeDtypeStruct(initial.shape, jnp.float32),
-    ]
-  else:
-    lead = (batch, value_heads, chunks)
-    out_type = [
-        jax.ShapeDtypeStruct((*lead, values, width), jnp.bfloat16),
-        jax.ShapeDtypeStruct((*lead, 2, CHUNK, values), jnp.bfloat16),
-    ]
-  kind = _Output if output else _States
-  return walk_lib.walk(
-      plan,
-      inputs,
-      v,
-      initial,
-      out_type,
-      kind,
-      reverse=False,
-      name="kda_scan" if output else "kda_states",
-  )
+    return walk_lib.walk(plan, _output(tiles, v, initial), name="kda_scan")[0]
+  return walk_lib.walk(plan, _states(tiles, v, initial), name="kda_states")[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -93,30 +69,93 @@ def reverse_scan(plan: Plan, tiles, do, final):
     dv [B, T, HV, V] bf16, ds [B, HV, N, V, K] bf16 after each chunk, and
     the initial state's [B, HV, V, K] fp32.
   """
+  walk = _reverse(plan, tiles, do, final)
+  return walk_lib.walk(plan, walk, name="kda_reverse")[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def backward_scans(plan: Plan, tiles, v, initial, do, final):
+  """`scan` without output and `reverse_scan`, bit for bit.
+
+  Few heads leave half of the chip idle in either, so they run side by side.
+
+  Args:
+    plan: the static part.
+    tiles: what `mosaic_gpu_prep.prep` returned.
+    v: see `scan`.
+    initial: see `scan`.
+    do: see `reverse_scan`.
+    final: see `reverse_scan`.
+
+  Returns:
+    (states, v'), (dv, ds, the gradient of the initial state).
+  """
+  walks = _states(tiles, v, initial), _reverse(plan, tiles, do, final)
+  if walk_lib.are_one_wave(*walks):
+    return walk_lib.walk(plan, *walks, name="kda_backward_scans")
+  return (
+      scan(plan, tiles, v, initial, output=False),
+      reverse_scan(plan, tiles, do, final),
+  )
+
+
+def _output(tiles, v, initial):
   nkgam, qg, kg, aqk, solve, gam, scales = tiles
-  batch, value_heads, chunks, _, width = nkgam.shape
-  values = do.shape[-1]
+  return walk_lib.Walk(
+      _Output,
+      dict(
+          nkgam=nkgam,
+          kg=kg,
+          solve=solve,
+          gam=gam,
+          scales=scales,
+          qg=qg,
+          aqk=aqk,
+      ),
+      v,
+      initial,
+      [
+          jax.ShapeDtypeStruct(v.shape, jnp.bfloat16),
+          jax.ShapeDtypeStruct(initial.shape, jnp.float32),
+      ],
+  )
+
+
+def _states(tiles, v, initial):
+  nkgam, _, kg, _, solve, gam, scales = tiles
+  *lead, _, width = nkgam.shape
+  values = v.shape[-1]
+  return walk_lib.Walk(
+      _States,
+      dict(nkgam=nkgam, kg=kg, solve=solve, gam=gam, scales=scales),
+      v,
+      initial,
+      [
+          jax.ShapeDtypeStruct((*lead, values, width), jnp.bfloat16),
+          jax.ShapeDtypeStruct((*lead, 2, CHUNK, values), jnp.bfloat16),
+      ],
+  )
+
+
+def _reverse(plan, tiles, do, final):
+  nkgam, qg, kg, aqk, solve, gam, scales = tiles
+  *lead, _, width = nkgam.shape
   inputs = dict(
       nkgam=nkgam, qg=qg, kg=kg, aqk=aqk, solve=solve, gam=gam, scales=scales
   )
   if plan.masked:
     inputs["again"] = scales  # which rows are padding, with do
-  out_type = [
-      jax.ShapeDtypeStruct(do.shape, jnp.bfloat16),
-      jax.ShapeDtypeStruct(
-          (batch, value_heads, chunks, values, width), jnp.bfloat16
-      ),
-      jax.ShapeDtypeStruct(final.shape, jnp.float32),
-  ]
-  return walk_lib.walk(
-      plan,
+  return walk_lib.Walk(
+      _Reverse,
       inputs,
       do,
       final,
-      out_type,
-      _Reverse,
+      [
+          jax.ShapeDtypeStruct(do.shape, jnp.bfloat16),
+          jax.ShapeDtypeStruct((*lead, do.shape[-1], width), jnp.bfloat16),
+          jax.ShapeDtypeStruct(final.shape, jnp.float32),
+      ],
       reverse=True,
-      name="kda_reverse",
   )
 
 

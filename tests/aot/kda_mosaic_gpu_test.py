@@ -1,5 +1,7 @@
 """The Hopper attention kernels as ptxas sees them: registers, spills, bytes."""
 
+import functools
+
 from absl.testing import absltest
 import jax
 from jax import numpy as jnp
@@ -8,6 +10,8 @@ from pallas_kernels import aot
 from pallas_kernels.kda import api
 from pallas_kernels.kda import arg_specs
 from pallas_kernels.kda import mosaic_gpu_decode
+from pallas_kernels.kda import mosaic_gpu_prep
+from pallas_kernels.kda import mosaic_gpu_scan
 
 # A kernel over 227 KiB of shared memory does not compile at all. Spills are in
 # bytes per thread.
@@ -57,6 +61,22 @@ class KdaResourcesTest(absltest.TestCase):
     ids = jax.ShapeDtypeStruct((1, 1000), jnp.int32)
     _, kernels = aot.kernel_resources(forward_and_backward, x, x["v"], ids)
     self.check(kernels, _BACKWARD | {"kda_gradient": 4})
+
+  def test_few_heads_scan_both_ways_in_one_kernel(self):
+    batch, _, heads, width = shape = (1, 1000, 32, 128)
+    struct = jax.ShapeDtypeStruct
+    chunks = (batch, heads, 16)
+    bf16 = functools.partial(struct, dtype=jnp.bfloat16)
+    fp32 = functools.partial(struct, dtype=jnp.float32)
+    rows, square = bf16((*chunks, 64, width)), bf16((*chunks, 64, 64))
+    tiles = (rows, rows, rows, square, square)
+    tiles += (fp32((*chunks, width)), fp32((*chunks, 2, 64)))
+    x, state = bf16(shape), fp32((batch, heads, width, width))
+    for masked in (False, True):
+      plan = mosaic_gpu_prep.Plan(True, 1.0, -5.0, masked)
+      scans = functools.partial(mosaic_gpu_scan.backward_scans, plan)
+      _, kernels = aot.kernel_resources(scans, tiles, x, state, x, state)
+      self.check(kernels, {"kda_backward_scans": 0})
 
   def test_a_given_fp32_decay_and_segments_fit_backward_too(self):
     shape = (1, 1024, 96, 128)
