@@ -41,6 +41,7 @@ from pallas_kernels.kda import mosaic_gpu_warp as warp_lib
 
 CHUNK = 64
 HALF = 32
+BLOCKS = 132  # one per multiprocessor
 LOG2_E = math.log2(math.e)
 NORM_EPSILON = 1e-6
 # A multiple of 2^-14 up to 512 has 23 bits: sums and differences with integers
@@ -101,17 +102,84 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, flags):
     nkgam, qg, kg [B, HV, N, 64, K] bf16; aqk, solve [B, HV, N, 64, 64] bf16;
     gam [B, HV, N, K] fp32; scales [B, HV, N, 2, 64] fp32, b m^2 and 1 / m.
   """
-  batch, _, _, width = q.shape
-  value_heads = z.shape[2]
-  chunks = beta.shape[2] // CHUNK
-  lead = (batch, value_heads, chunks)
-  tile = jax.ShapeDtypeStruct((*lead, CHUNK, width), jnp.bfloat16)
-  square = jax.ShapeDtypeStruct((*lead, CHUNK, CHUNK), jnp.bfloat16)
-  vector = jax.ShapeDtypeStruct((*lead, width), jnp.float32)
-  scales = jax.ShapeDtypeStruct((*lead, 2, CHUNK), jnp.float32)
-  items = math.prod(lead)
+  work = Work.of(plan, q, k, z, beta, slope, bias, flags)
+  kernel = plgpu.kernel(
+      work.run,
+      out_type=work.out_type,
+      grid=(work.walk.blocks,),
+      grid_names=("block",),
+      num_threads=2 * plan.pairs,
+      thread_name="warpgroup",
+      kernel_name="kda_prep",
+      compiler_params=plgpu.CompilerParams(
+          approx_math=True,
+          unsafe_no_auto_barriers=True,
+          lowering_semantics=plgpu.LoweringSemantics.Lane,
+      ),
+      interpret=plan.interpret,
+  )
+  return kernel(*work.operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """What prep reads, makes and needs on the chip.
+
+  Attributes:
+    plan: the static part.
+    walk: which block works on what.
+    operands: arrays.
+    out_type: the outputs' shapes.
+    scratch: a block's shared memory and barriers.
+  """
+
+  plan: Plan
+  walk: "Walk"
+  operands: list
+  out_type: list
+  scratch: dict
+
+  @classmethod
+  def of(cls, plan, q, k, z, beta, slope, bias, flags, blocks=None) -> "Work":
+    """For `prep`'s arguments, on so many blocks."""
+    batch, _, heads, width = q.shape
+    value_heads = z.shape[2]
+    chunks = beta.shape[2] // CHUNK
+    lead = (batch, value_heads, chunks)
+    tile = jax.ShapeDtypeStruct((*lead, CHUNK, width), jnp.bfloat16)
+    square = jax.ShapeDtypeStruct((*lead, CHUNK, CHUNK), jnp.bfloat16)
+    vector = jax.ShapeDtypeStruct((*lead, width), jnp.float32)
+    scales = jax.ShapeDtypeStruct((*lead, 2, CHUNK), jnp.float32)
+    blocks = blocks or num_blocks(plan)
+    walk = Walk(
+        batch,
+        chunks,
+        value_heads,
+        value_heads // heads,
+        plan.pairs,
+        min(blocks, pl.cdiv(math.prod(lead), plan.pairs)),
+    )
+    operands = [q, k, z, beta, slope, bias]
+    if plan.masked:
+      operands.append(flags)
+    out_type = [tile, tile, tile, square, square, vector, scales]
+    return cls(plan, walk, operands, out_type, _scratch(plan, width, z.dtype))
+
+  def run(self, *refs, announce=None):
+    """Works; all warpgroups of the block come here.
+
+    Args:
+      *refs: of the operands and outputs.
+      announce: called with (batch, head, chunk) by either warpgroup of a pair
+        when what it stored of that chunk can be read.
+    """
+    body = functools.partial(_prep_body, self.plan, self.walk, announce)
+    body = functools.partial(body, *refs)
+    pl.run_scoped(body, collective_axes="warpgroup", **self.scratch)
+
+
+def _scratch(plan, width, z_dtype):
   pairs = plan.pairs
-  blocks = min(num_blocks(plan), pl.cdiv(items, pairs))
 
   def smem(shape, dtype, transforms=()):
     return plgpu.SMEM((pairs, *shape), dtype, transforms=transforms)
@@ -122,10 +190,10 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, flags):
   def tile_of(rows, columns):
     return smem((rows, columns), jnp.bfloat16, lanes_lib.TILED)
 
-  z_tile, kg_tile = smem((CHUNK, width), z.dtype), tile_of(CHUNK, width)
+  z_tile, kg_tile = smem((CHUNK, width), z_dtype), tile_of(CHUNK, width)
   # k-, and below it its first half as the second half's rows see it.
   past = tile_of(CHUNK + HALF, width)
-  if z.dtype == jnp.float32:
+  if z_dtype == jnp.float32:
     # Too large to be there beside the tiles that are made after its end.
     scratch = dict(z_union=plgpu.RefUnion(z_tile, [kg_tile, past]))
   else:
@@ -147,40 +215,19 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, flags):
       pair_barrier=barriers(2),
       tiles_read=barriers(1),
   )
-  operands = [q, k, z, beta, slope, bias]
   if plan.masked:
     scratch["flags"] = smem((CHUNK,), jnp.int32)
-    operands.append(flags)
-  walk = Walk(
-      batch, chunks, value_heads, value_heads // q.shape[2], pairs, blocks
-  )
-  kernel = plgpu.kernel(
-      functools.partial(_prep_body, plan, walk),
-      out_type=[tile, tile, tile, square, square, vector, scales],
-      scratch_types=scratch,
-      grid=(blocks,),
-      grid_names=("block",),
-      num_threads=2 * pairs,
-      thread_name="warpgroup",
-      kernel_name="kda_prep",
-      compiler_params=plgpu.CompilerParams(
-          approx_math=True,
-          unsafe_no_auto_barriers=True,
-          lowering_semantics=plgpu.LoweringSemantics.Lane,
-      ),
-      interpret=plan.interpret,
-  )
-  return kernel(*operands)
+  return scratch
 
 
 def num_blocks(plan: Plan) -> int:
   """Blocks of a persistent kernel; few in the interpreter, so that they loop."""
-  return 2 if plan.interpret is not None else 132
+  return 2 if plan.interpret is not None else BLOCKS
 
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-  """Which chunk of which head a pair works on, heads fastest."""
+  """Which chunk of which head a pair works on, heads fastest, chunks last."""
 
   batch: int
   chunks: int
@@ -198,11 +245,21 @@ class Walk:
     index = first + i * (self.pairs * self.blocks)
     head = lax.rem(index, self.value_heads)
     index = lax.div(index, self.value_heads)
-    return lax.div(index, self.chunks), lax.rem(index, self.chunks), head
+    return lax.rem(index, self.batch), lax.div(index, self.batch), head
 
 
 def _prep_body(
-    plan, walk, q_gm, k_gm, z_gm, beta_gm, slope_gm, bias_gm, *rest, **scratch
+    plan,
+    walk,
+    announce,
+    q_gm,
+    k_gm,
+    z_gm,
+    beta_gm,
+    slope_gm,
+    bias_gm,
+    *rest,
+    **scratch
 ):
   flags_gm, outputs = rest[:-7], rest[-7:]
   nkgam_gm, qg_gm, kg_gm, aqk_gm, solve_gm, gam_gm, scales_gm = outputs
@@ -261,6 +318,11 @@ def _prep_body(
   def of_next(i, load, s):
     pl.when(i + 1 < count)(lambda: load(i + 1, s))
 
+  def announce_item(i):
+    plgpu.wait_smem_to_gmem(0)
+    b, chunk, head = walk.item(first, i)
+    announce(b, head, chunk)
+
   def slope_of(i):
     return slope_gm[walk.item(first, i)[2]]
 
@@ -293,6 +355,9 @@ def _prep_body(
     if early:
       pl.when(role == 1)(lambda: of_next(i, load_z, s))
     _decayed_tiles(plan, lanes_of(role), sums, earlier, s)
+    # The last item has arrived by now, and nothing of this one has left.
+    if announce is not None:
+      pl.when(i > 0)(lambda: announce_item(i - 1))
     sync(s)
 
     @pl.when(role == 0)
@@ -345,6 +410,8 @@ def _prep_body(
   @pl.when(count > 0)
   def _():
     lax.fori_loop(0, count, one_item, slope_of(0))
+    if announce is not None:
+      announce_item(count - 1)
 
   plgpu.wait_smem_to_gmem(0)
 

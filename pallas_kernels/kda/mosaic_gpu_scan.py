@@ -33,6 +33,8 @@ from pallas_kernels.kda import mosaic_gpu_walk as walk_lib
 from pallas_kernels.kda.mosaic_gpu_prep import CHUNK
 from pallas_kernels.kda.mosaic_gpu_prep import Plan
 
+TILES = ("nkgam", "qg", "kg", "aqk", "solve", "gam", "scales")  # of `prep`
+
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="output")
 def scan(plan: Plan, tiles, v, initial, *, output: bool):
@@ -51,7 +53,9 @@ def scan(plan: Plan, tiles, v, initial, *, output: bool):
     [B, HV, N, 2, 64, V] bf16).
   """
   if output:
-    return walk_lib.walk(plan, _output(tiles, v, initial), name="kda_scan")[0]
+    return walk_lib.walk(plan, output_walk(tiles, v, initial), name="kda_scan")[
+        0
+    ]
   return walk_lib.walk(plan, _states(tiles, v, initial), name="kda_states")[0]
 
 
@@ -99,19 +103,12 @@ def backward_scans(plan: Plan, tiles, v, initial, do, final):
   )
 
 
-def _output(tiles, v, initial):
-  nkgam, qg, kg, aqk, solve, gam, scales = tiles
+def output_walk(tiles, v, initial):
+  """The walk of `scan` with output."""
+  keys = ("nkgam", "kg", "solve", "gam", "scales", "qg", "aqk")
   return walk_lib.Walk(
       _Output,
-      dict(
-          nkgam=nkgam,
-          kg=kg,
-          solve=solve,
-          gam=gam,
-          scales=scales,
-          qg=qg,
-          aqk=aqk,
-      ),
+      named(tiles, keys),
       v,
       initial,
       [
@@ -122,12 +119,11 @@ def _output(tiles, v, initial):
 
 
 def _states(tiles, v, initial):
-  nkgam, _, kg, _, solve, gam, scales = tiles
-  *lead, _, width = nkgam.shape
+  *lead, _, width = tiles[0].shape
   values = v.shape[-1]
   return walk_lib.Walk(
       _States,
-      dict(nkgam=nkgam, kg=kg, solve=solve, gam=gam, scales=scales),
+      named(tiles, ("nkgam", "kg", "solve", "gam", "scales")),
       v,
       initial,
       [
@@ -138,13 +134,10 @@ def _states(tiles, v, initial):
 
 
 def _reverse(plan, tiles, do, final):
-  nkgam, qg, kg, aqk, solve, gam, scales = tiles
-  *lead, _, width = nkgam.shape
-  inputs = dict(
-      nkgam=nkgam, qg=qg, kg=kg, aqk=aqk, solve=solve, gam=gam, scales=scales
-  )
+  *lead, _, width = tiles[0].shape
+  inputs = named(tiles, TILES)
   if plan.masked:
-    inputs["again"] = scales  # which rows are padding, with do
+    inputs["again"] = inputs["scales"]  # which rows are padding, with do
   return walk_lib.Walk(
       _Reverse,
       inputs,
@@ -157,6 +150,12 @@ def _reverse(plan, tiles, do, final):
       ],
       reverse=True,
   )
+
+
+def named(tiles, keys):
+  """{key: tile} of those that `prep` returned."""
+  tiles = dict(zip(TILES, tiles, strict=True))
+  return {key: tiles[key] for key in keys}
 
 
 class _Forward(walk_lib.Steps):

@@ -9,6 +9,7 @@ The interpreter has no accumulators with a start value and no left operands in
 registers; `Accumulator` stands in for both.
 """
 
+from collections.abc import Callable
 import dataclasses
 import functools
 import math
@@ -64,13 +65,6 @@ class Walk:
         for part, keys in self.kind.loads.items()
     }
 
-  def copies(self, groups):
-    """How many copies load a part in a block of that many slices."""
-    return {
-        part: len(keys) + (groups - 1) * ("x" in keys)
-        for part, keys in self.parts.items()
-    }
-
   def memory(self, groups, interpret):
     """A block's shared memory by name."""
     tiled = lanes_lib.TILED
@@ -115,63 +109,30 @@ def walk(plan, *walks, name):
   Returns:
     The outputs of each walk.
   """
-  batch, value_heads, values, width = walks[0].initial.shape
+  batch, value_heads, values, _ = walks[0].initial.shape
   slices = values // SLICE
   groups = 1 if batch * value_heads <= _FEW_HEADS else slices
   # What several of them read is passed once.
   operands = {id(a): a for w in walks for a in w.operands.values()}
-  most = max(max(w.copies(groups).values()) for w in walks)
-  memories = [w.memory(groups, plan.interpret is not None) for w in walks]
 
-  def body(*refs, memory, **barriers):
-    refs, outputs = dict(zip(operands, refs)), refs[len(operands) :]
-    blocks = []
-    for this, names, members in zip(walks, memories, memory):
-      own, outputs = (
-          outputs[: len(this.out_type)],
-          outputs[len(this.out_type) :],
-      )
-      block = _Block(
+  def body(*refs):
+    place = [lax.axis_index(name) for name in ("batch", "head", "slice")]
+    inputs, outputs = dict(zip(operands, refs)), iter(refs[len(operands) :])
+    for i, one in enumerate(walks):
+      block = Block(
           plan=plan,
-          walk=this,
-          smem=barriers | dict(zip(names, members)),
-          operands={key: refs[id(a)] for key, a in this.operands.items()},
-          outputs=own,
+          walk=one,
+          operands={key: inputs[id(a)] for key, a in one.operands.items()},
+          outputs=[next(outputs) for _ in one.out_type],
+          place=place,
           groups=groups,
-          copies=most,
       )
-      blocks.append(block)
+      mine = lax.axis_index("walk") == i if len(walks) > 1 else True
+      pl.when(mine)(block.run)
 
-    def of_this_block(run):
-      for i, block in enumerate(blocks):
-        one = lax.axis_index("walk") == i if len(blocks) > 1 else True
-        pl.when(one)(functools.partial(run, block))
-
-    role = lax.axis_index("warpgroup")
-
-    @pl.when(role < groups)
-    def _():
-      plgpu.set_max_registers(_STEPS_REGISTERS, action="increase")
-
-      def run(block):
-        squares = block.walk.kind.squares
-        squares = [plgpu.ACC((SLICE, CHUNK)) for _ in range(squares)]
-        steps = functools.partial(_take_steps, block, role)
-        pl.run_scoped(steps, plgpu.ACC((SLICE, width)), *squares)
-
-      of_this_block(run)
-
-    @pl.when(role == groups)
-    def _():
-      plgpu.set_max_registers(_MOVE_REGISTERS, action="decrease")
-      of_this_block(_move)
-
-  memory = [tuple(memory.values()) for memory in memories]
   kernel = plgpu.kernel(
       body,
-      out_type=[shape for w in walks for shape in w.out_type],
-      scratch_types=dict(memory=plgpu.RefUnion(*memory))
-      | _barriers(groups, most),
+      out_type=[shape for one in walks for shape in one.out_type],
       grid=(batch, value_heads, slices // groups, len(walks)),
       grid_names=("batch", "head", "slice", "walk"),
       num_threads=groups + 1,
@@ -185,35 +146,79 @@ def walk(plan, *walks, name):
       interpret=plan.interpret,
   )
   outputs = iter(kernel(*operands.values()))
-  return [[next(outputs) for _ in w.out_type] for w in walks]
-
-
-def _barriers(groups, copies):
-  parts = functools.partial(plgpu.Barrier, num_barriers=STAGES * len(_PARTS))
-  return dict(
-      loaded=parts(num_arrivals=copies),
-      consumed=parts(num_arrivals=groups),
-      written=plgpu.Barrier(num_arrivals=groups),
-      stored=plgpu.Barrier(),
-  )
+  return [[next(outputs) for _ in one.out_type] for one in walks]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Block:
-  """What is the same for all chunks of a block.
+class Block:
+  """One block's way through the chunks of a head.
 
   Attributes:
-    copies: arrivals at the barrier of a part that is loaded; one with fewer
-      copies gets the others from the warpgroup that loads.
+    plan: the static part.
+    walk: the way.
+    operands: the kernel's refs by the names of `walk.operands`.
+    outputs: those of `walk.out_type`.
+    place: batch, head and the first slice, in units of `groups`.
+    groups: slices of the block, a warpgroup each.
+    idle: warpgroups of the kernel that have nothing to do here.
+    await_chunk: called with (batch, head, chunk) before a chunk is loaded.
+    smem: shared memory and barriers by name, while it runs.
   """
 
   plan: object
   walk: Walk
-  smem: dict
   operands: dict
-  outputs: tuple
+  outputs: list
+  place: list
   groups: int
-  copies: int
+  idle: int = 0
+  await_chunk: Callable | None = None
+  smem: dict = dataclasses.field(default_factory=dict)
+
+  def run(self):
+    """Walks; all warpgroups of the block come here."""
+    parts = functools.partial(plgpu.Barrier, num_barriers=STAGES * len(_PARTS))
+    scratch = self.walk.memory(self.groups, self.plan.interpret is not None)
+    scratch |= dict(
+        loaded=parts(num_arrivals=max(self.copies.values())),
+        consumed=parts(num_arrivals=self.groups),
+        written=plgpu.Barrier(num_arrivals=self.groups),
+        stored=plgpu.Barrier(),
+    )
+    pl.run_scoped(self._run, collective_axes="warpgroup", **scratch)
+
+  def _run(self, **smem):
+    block = dataclasses.replace(self, smem=smem)
+    role = lax.axis_index("warpgroup")
+
+    @pl.when(role < self.groups)
+    def _():
+      plgpu.set_max_registers(_STEPS_REGISTERS, action="increase")
+      squares = range(self.walk.kind.squares)
+      squares = [plgpu.ACC((SLICE, CHUNK)) for _ in squares]
+      state = plgpu.ACC((SLICE, self.walk.initial.shape[-1]))
+      pl.run_scoped(
+          functools.partial(_take_steps, block, role), state, *squares
+      )
+
+    @pl.when(role == self.groups)
+    def _():
+      plgpu.set_max_registers(_MOVE_REGISTERS, action="decrease")
+      _move(block)
+
+    if self.idle:
+      # Their registers are what the state's warpgroup takes.
+      @pl.when(role > self.groups)
+      def _():
+        plgpu.set_max_registers(_MOVE_REGISTERS, action="decrease")
+
+  @property
+  def copies(self):
+    """{part: how many copies load it}."""
+    return {
+        part: len(keys) + (self.groups - 1) * ("x" in keys)
+        for part, keys in self.walk.parts.items()
+    }
 
   @property
   def chunks(self):
@@ -223,7 +228,7 @@ class _Block:
     """Indices of the n-th chunk on the way."""
     n = jnp.asarray(n, jnp.int32)  # the last rows may not fill their chunk
     chunk = self.chunks - 1 - n if self.walk.reverse else n
-    return lax.axis_index("batch"), lax.axis_index("head"), chunk
+    return *self.place[:2], chunk
 
   def rows(self, n, ref, group=0):
     """A slice of the chunk's rows in a [B, T, HV, V] array."""
@@ -232,7 +237,7 @@ class _Block:
     return ref.at[b, rows, head, self.columns(group)]
 
   def columns(self, group):
-    first = lax.axis_index("slice") * self.groups
+    first = self.place[2] * self.groups
     return pl.ds((first + group) * SLICE, SLICE)
 
   def here(self, n, group=0):
@@ -292,12 +297,14 @@ def _take_steps(block, group, *refs):
 def _move(block):
   """Loads what the chain needs and stores what it wrote."""
   kind, smem, chunks = block.walk.kind, block.smem, block.chunks
-  parts = block.walk.parts
+  parts, most = block.walk.parts, max(block.copies.values())
   has_states = kind.states_output is not None
 
   def load(part, n):
     slot = block.here(n).slot
     ready = smem["loaded"].at[block.here(n).barrier(part)]
+    if block.await_chunk is not None and part == _PARTS[0]:
+      block.await_chunk(*block.at(n))
     for key in parts[part]:
       if key == "x":
         for i in range(block.groups):
@@ -306,7 +313,7 @@ def _move(block):
       else:
         source = block.operands[key].at[block.at(n)]
         plgpu.copy_gmem_to_smem(source, smem[f"{key}_in"].at[slot], ready)
-    for _ in range(block.copies - block.walk.copies(block.groups)[part]):
+    for _ in range(most - block.copies[part]):
       plgpu.barrier_arrive(ready)
 
   def store(rows_of, state_of):
