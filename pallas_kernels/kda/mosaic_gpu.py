@@ -18,6 +18,7 @@ from jaxtyping import Float
 from jaxtyping import Int
 
 from pallas_kernels import dispatch
+from pallas_kernels.kda import mosaic_gpu_follow as follow_lib
 from pallas_kernels.kda import mosaic_gpu_gradient as gradient_lib
 from pallas_kernels.kda import mosaic_gpu_prep as prep_lib
 from pallas_kernels.kda import mosaic_gpu_scan as scan_lib
@@ -210,11 +211,17 @@ def _flags_of(segment_ids, batch, tokens, padded):
 def _attend(plan, q, k, v, z, beta, slope, bias, initial, flags):
   """o [B, T, HV, V] and the final state, from per-chunk tiles and a scan."""
   beta = _not_zero(beta, flags)
-  tiles = prep_lib.prep(plan, q, k, z, beta, slope, bias, flags)
-  out, final = scan_lib.scan(
-      plan, tiles, v, initial.swapaxes(2, 3), output=True
-  )
+  local = (q, k, z, beta, slope, bias, flags)
+  _, (out, final) = _prep_and_scan(plan, local, v, initial.swapaxes(2, 3))
   return out, final.swapaxes(2, 3)
+
+
+def _prep_and_scan(plan, local, v, initial):
+  """The tiles, and (o, the transposed final state)."""
+  if follow_lib.leaves_room(*initial.shape[:3]):
+    return follow_lib.prep_and_scan(plan, *local, v, initial)
+  tiles = prep_lib.prep(plan, *local)
+  return tiles, scan_lib.scan(plan, tiles, v, initial, output=True)
 
 
 def _not_zero(beta, flags):
@@ -235,12 +242,15 @@ def _attend_bwd(plan, args, cotangents):
   d_out, d_final = cotangents
   beta = _not_zero(beta, flags)
   local = (q, k, z, beta, slope, bias, flags)
-  tiles = prep_lib.prep(plan, *local)
+  initial = initial.swapaxes(2, 3)
+  # The forward pass's call, output and all: where both are one program, XLA
+  # sees equal calls and makes one.
+  tiles, _ = _prep_and_scan(plan, local, v, initial)
   (states, v_new), (dv, ds, d_initial) = scan_lib.backward_scans(
       plan,
       tiles,
       v,
-      initial.swapaxes(2, 3),
+      initial,
       d_out,
       d_final.swapaxes(2, 3),
   )

@@ -26,6 +26,7 @@ from pallas_kernels.kda import mosaic_gpu_scan as scan_lib
 from pallas_kernels.kda import mosaic_gpu_walk as walk_lib
 from pallas_kernels.kda.mosaic_gpu_prep import Plan
 
+GROUPS = 1
 _STORING_WARPGROUPS = 2  # of prep, per chunk
 
 
@@ -54,7 +55,7 @@ def prep_and_scan(plan: Plan, q, k, z, beta, slope, bias, flags, v, initial):
     The tiles of `prep`, and (o, final) of `scan`.
   """
   batch, value_heads, values, _ = initial.shape
-  slices = values // walk_lib.SLICE
+  slices = values // walk_lib.SLICE // GROUPS
   scanning = batch * value_heads * slices
   work = prep_lib.Work.of(
       plan,
@@ -87,18 +88,20 @@ def prep_and_scan(plan: Plan, q, k, z, beta, slope, bias, flags, v, initial):
     def await_chunk(*place):
       _await(counters.at[place], plan)
 
+    def place():
+      this = lax.axis_index("block") - preparing
+      return [
+          lax.div(this, value_heads * slices),
+          lax.rem(lax.div(this, slices), value_heads),
+          lax.rem(this, slices),
+      ]
+
     @pl.when(block < preparing)
     def _():
       work.run(*operands, *tiles, announce=announce)
 
     @pl.when(block >= preparing)
     def _():
-      this = block - preparing
-      place = [
-          lax.div(this, value_heads * slices),
-          lax.rem(lax.div(this, slices), value_heads),
-          lax.rem(this, slices),
-      ]
       walk_lib.Block(
           plan=plan,
           walk=walk,
@@ -106,8 +109,8 @@ def prep_and_scan(plan: Plan, q, k, z, beta, slope, bias, flags, v, initial):
           | dict(x=v_ref, initial=initial_ref),
           outputs=outputs,
           place=place,
-          groups=1,
-          idle=2 * plan.pairs - 2,
+          groups=GROUPS,
+          idle=2 * plan.pairs - 1 - GROUPS,
           await_chunk=await_chunk,
       ).run()
 
