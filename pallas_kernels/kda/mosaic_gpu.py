@@ -218,7 +218,8 @@ def _attend(plan, q, k, v, z, beta, slope, bias, initial, flags):
 
 def _prep_and_scan(plan, local, v, initial):
   """The tiles, and (o, the transposed final state)."""
-  if follow_lib.leaves_room(*initial.shape[:3]):
+  chunks = local[3].shape[2] // CHUNK
+  if follow_lib.pays(*initial.shape[:3], chunks):
     return follow_lib.prep_and_scan(plan, *local, v, initial)
   tiles = prep_lib.prep(plan, *local)
   return tiles, scan_lib.scan(plan, tiles, v, initial, output=True)

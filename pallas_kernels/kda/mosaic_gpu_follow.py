@@ -28,11 +28,14 @@ from pallas_kernels.kda.mosaic_gpu_prep import Plan
 
 GROUPS = 1
 _STORING_WARPGROUPS = 2  # of prep, per chunk
+# So many blocks prepare a head as fast as it is scanned.
+_BLOCKS_PER_HEAD = 2.9
 
 
-def leaves_room(batch, value_heads, values):
-  """Whether at least half of the chip is free beside the scan's blocks."""
-  return 2 * batch * value_heads * (values // walk_lib.SLICE) <= prep_lib.BLOCKS
+def pays(batch, value_heads, values, chunks):
+  """Whether half of the chip is free beside the scan, and there is an after."""
+  scanning = batch * value_heads * (values // walk_lib.SLICE)
+  return 2 * scanning <= prep_lib.BLOCKS and chunks > 1
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -54,69 +57,55 @@ def prep_and_scan(plan: Plan, q, k, z, beta, slope, bias, flags, v, initial):
   Returns:
     The tiles of `prep`, and (o, final) of `scan`.
   """
+  local = (q, k, z, beta, slope, bias, flags)
   batch, value_heads, values, _ = initial.shape
-  slices = values // walk_lib.SLICE // GROUPS
-  scanning = batch * value_heads * slices
-  work = prep_lib.Work.of(
-      plan,
-      q,
-      k,
-      z,
-      beta,
-      slope,
-      bias,
-      flags,
-      blocks=max(prep_lib.num_blocks(plan) - scanning, 1),
-  )
+  slices = values // walk_lib.SLICE
+  heads, chunks = batch * value_heads, beta.shape[2] // prep_lib.CHUNK
+  scanning, blocks = heads * slices, prep_lib.num_blocks(plan)
+  preparing = max(blocks - scanning, 1)
+  ahead = chunks_ahead(chunks, heads, preparing)
+  work = prep_lib.Work.of(plan, local, preparing, ahead)
   preparing = work.walk.blocks
   walk = scan_lib.output_walk(work.out_type, v, initial)
-  num_tiles, num_operands = len(work.out_type), len(work.operands)
-  # The tiles are this kernel's own outputs.
-  names = list(walk.inputs)
-  counters = jnp.zeros((batch, value_heads, work.walk.chunks), jnp.int32)
-  counters = jax.new_ref(counters)
+  arrived = jnp.where(jnp.arange(chunks) < ahead, _STORING_WARPGROUPS, 0)
+  arrived = jnp.broadcast_to(arrived, (batch, value_heads, chunks))
+  first = prep_lib.Work.of(plan, local, blocks, 0, ahead)
+  tiles = prep_lib.run_alone(first)
+  changed = [jax.new_ref(x) for x in (arrived, *tiles)]
 
   def body(*refs):
-    operands, refs = refs[:num_operands], refs[num_operands:]
-    v_ref, initial_ref, counters, *outputs = refs
-    tiles, outputs = outputs[:num_tiles], outputs[num_tiles:]
+    operands, refs = refs[: len(work.operands)], refs[len(work.operands) :]
+    v_ref, initial_ref, arrived, *refs = refs
+    tiles, outputs = refs[: len(changed) - 1], refs[len(changed) - 1 :]
     block = lax.axis_index("block")
-
-    def announce(*place):
-      _add_one(counters.at[place], plan)
-
-    def await_chunk(*place):
-      _await(counters.at[place], plan)
-
-    def place():
-      this = lax.axis_index("block") - preparing
-      return [
-          lax.div(this, value_heads * slices),
-          lax.rem(lax.div(this, slices), value_heads),
-          lax.rem(this, slices),
-      ]
 
     @pl.when(block < preparing)
     def _():
+      announce = lambda *place: _add_one(arrived.at[place], plan)
       work.run(*operands, *tiles, announce=announce)
 
     @pl.when(block >= preparing)
     def _():
+      this = block - preparing
+      inputs = scan_lib.named(tiles, walk.inputs)
       walk_lib.Block(
           plan=plan,
           walk=walk,
-          operands=scan_lib.named(tiles, names)
-          | dict(x=v_ref, initial=initial_ref),
+          operands=inputs | dict(x=v_ref, initial=initial_ref),
           outputs=outputs,
-          place=place,
-          groups=GROUPS,
-          idle=2 * plan.pairs - 1 - GROUPS,
-          await_chunk=await_chunk,
+          place=[
+              lax.div(this, value_heads * slices),
+              lax.rem(lax.div(this, slices), value_heads),
+              lax.rem(this, slices),
+          ],
+          groups=1,
+          idle=2 * plan.pairs - 2,
+          await_chunk=lambda *place: _await(arrived.at[place], plan),
       ).run()
 
   kernel = plgpu.kernel(
       body,
-      out_type=[*work.out_type, *walk.out_type],
+      out_type=walk.out_type,
       grid=(preparing + scanning,),
       grid_names=("block",),
       num_threads=2 * plan.pairs,
@@ -129,8 +118,17 @@ def prep_and_scan(plan: Plan, q, k, z, beta, slope, bias, flags, v, initial):
       ),
       interpret=plan.interpret,
   )
-  outputs = kernel(*work.operands, v, initial, counters)
-  return tuple(outputs[:num_tiles]), tuple(outputs[num_tiles:])
+  out, final = kernel(*work.operands, v, initial, *changed)
+  return tuple(jax.freeze(ref) for ref in changed[1:]), (out, final)
+
+
+def chunks_ahead(chunks, heads, preparing):
+  """How many chunks the whole chip should prepare before the scan starts.
+
+  So many that prep ends with the scan; otherwise the scan would wait for it.
+  """
+  share = 1 - preparing / (_BLOCKS_PER_HEAD * heads)
+  return min(max(int(share * chunks), 1), chunks - 1)
 
 
 def _add_one(counter, plan):

@@ -102,13 +102,18 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, flags):
     nkgam, qg, kg [B, HV, N, 64, K] bf16; aqk, solve [B, HV, N, 64, 64] bf16;
     gam [B, HV, N, K] fp32; scales [B, HV, N, 2, 64] fp32, b m^2 and 1 / m.
   """
-  work = Work.of(plan, q, k, z, beta, slope, bias, flags)
+  local = (q, k, z, beta, slope, bias, flags)
+  return run_alone(Work.of(plan, local, num_blocks(plan)))
+
+
+def run_alone(work):
+  """The outputs of a kernel that does the work and nothing else."""
   kernel = plgpu.kernel(
       work.run,
       out_type=work.out_type,
       grid=(work.walk.blocks,),
       grid_names=("block",),
-      num_threads=2 * plan.pairs,
+      num_threads=2 * work.plan.pairs,
       thread_name="warpgroup",
       kernel_name="kda_prep",
       compiler_params=plgpu.CompilerParams(
@@ -116,7 +121,7 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, flags):
           unsafe_no_auto_barriers=True,
           lowering_semantics=plgpu.LoweringSemantics.Lane,
       ),
-      interpret=plan.interpret,
+      interpret=work.plan.interpret,
   )
   return kernel(*work.operands)
 
@@ -140,24 +145,27 @@ class Work:
   scratch: dict
 
   @classmethod
-  def of(cls, plan, q, k, z, beta, slope, bias, flags, blocks=None) -> "Work":
-    """For `prep`'s arguments, on so many blocks."""
+  def of(cls, plan, local, blocks, first=0, stop=None) -> "Work":
+    """For `prep`'s arguments, chunks [first, stop), on so many blocks."""
+    q, k, z, beta, slope, bias, flags = local
     batch, _, heads, width = q.shape
     value_heads = z.shape[2]
     chunks = beta.shape[2] // CHUNK
     lead = (batch, value_heads, chunks)
+    chunks = (chunks if stop is None else stop) - first
     tile = jax.ShapeDtypeStruct((*lead, CHUNK, width), jnp.bfloat16)
     square = jax.ShapeDtypeStruct((*lead, CHUNK, CHUNK), jnp.bfloat16)
     vector = jax.ShapeDtypeStruct((*lead, width), jnp.float32)
     scales = jax.ShapeDtypeStruct((*lead, 2, CHUNK), jnp.float32)
-    blocks = blocks or num_blocks(plan)
+    items = batch * value_heads * chunks
     walk = Walk(
         batch,
         chunks,
         value_heads,
         value_heads // heads,
         plan.pairs,
-        min(blocks, pl.cdiv(math.prod(lead), plan.pairs)),
+        min(blocks, pl.cdiv(items, plan.pairs)),
+        first,
     )
     operands = [q, k, z, beta, slope, bias]
     if plan.masked:
@@ -227,7 +235,11 @@ def num_blocks(plan: Plan) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-  """Which chunk of which head a pair works on, heads fastest, chunks last."""
+  """Which chunk of which head a pair works on, heads fastest, chunks last.
+
+  Attributes:
+    chunks: how many; the chunks before `first` are left out.
+  """
 
   batch: int
   chunks: int
@@ -235,6 +247,7 @@ class Walk:
   heads_per_query: int
   pairs: int
   blocks: int
+  first: int = 0
 
   def count(self, first):
     items = self.batch * self.chunks * self.value_heads
@@ -245,7 +258,8 @@ class Walk:
     index = first + i * (self.pairs * self.blocks)
     head = lax.rem(index, self.value_heads)
     index = lax.div(index, self.value_heads)
-    return lax.rem(index, self.batch), lax.div(index, self.batch), head
+    chunk = lax.div(index, self.batch) + self.first
+    return lax.rem(index, self.batch), chunk, head
 
 
 def _prep_body(

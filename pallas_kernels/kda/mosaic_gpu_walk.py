@@ -115,9 +115,8 @@ def walk(plan, *walks, name):
   # What several of them read is passed once.
   operands = {id(a): a for w in walks for a in w.operands.values()}
 
-  axes = ("batch", "head", "slice")
-
   def body(*refs):
+    place = [lax.axis_index(name) for name in ("batch", "head", "slice")]
     inputs, outputs = dict(zip(operands, refs)), iter(refs[len(operands) :])
     for i, one in enumerate(walks):
       block = Block(
@@ -125,7 +124,7 @@ def walk(plan, *walks, name):
           walk=one,
           operands={key: inputs[id(a)] for key, a in one.operands.items()},
           outputs=[next(outputs) for _ in one.out_type],
-          place=lambda: [lax.axis_index(axis) for axis in axes],
+          place=place,
           groups=groups,
       )
       mine = lax.axis_index("walk") == i if len(walks) > 1 else True
@@ -135,7 +134,7 @@ def walk(plan, *walks, name):
       body,
       out_type=[shape for one in walks for shape in one.out_type],
       grid=(batch, value_heads, slices // groups, len(walks)),
-      grid_names=(*axes, "walk"),
+      grid_names=("batch", "head", "slice", "walk"),
       num_threads=groups + 1,
       thread_name="warpgroup",
       kernel_name=name,
@@ -159,7 +158,7 @@ class Block:
     walk: the way.
     operands: the kernel's refs by the names of `walk.operands`.
     outputs: those of `walk.out_type`.
-    place: gives batch, head and the first slice, in units of `groups`.
+    place: batch, head and the first slice, in units of `groups`.
     groups: slices of the block, a warpgroup each.
     idle: warpgroups of the kernel that have nothing to do here.
     await_chunk: called with (batch, head, chunk) before a chunk is loaded.
@@ -170,7 +169,7 @@ class Block:
   walk: Walk
   operands: dict
   outputs: list
-  place: Callable
+  place: list
   groups: int
   idle: int = 0
   await_chunk: Callable | None = None
@@ -194,8 +193,7 @@ class Block:
 
     @pl.when(role < self.groups)
     def _():
-      registers = 232 if self.idle and self.groups > 1 else _STEPS_REGISTERS
-      plgpu.set_max_registers(registers, action="increase")
+      plgpu.set_max_registers(_STEPS_REGISTERS, action="increase")
       squares = range(self.walk.kind.squares)
       squares = [plgpu.ACC((SLICE, CHUNK)) for _ in squares]
       state = plgpu.ACC((SLICE, self.walk.initial.shape[-1]))
@@ -230,7 +228,7 @@ class Block:
     """Indices of the n-th chunk on the way."""
     n = jnp.asarray(n, jnp.int32)  # the last rows may not fill their chunk
     chunk = self.chunks - 1 - n if self.walk.reverse else n
-    return *self.place()[:2], chunk
+    return *self.place[:2], chunk
 
   def rows(self, n, ref, group=0):
     """A slice of the chunk's rows in a [B, T, HV, V] array."""
@@ -239,7 +237,7 @@ class Block:
     return ref.at[b, rows, head, self.columns(group)]
 
   def columns(self, group):
-    first = self.place()[2] * self.groups
+    first = self.place[2] * self.groups
     return pl.ds((first + group) * SLICE, SLICE)
 
   def here(self, n, group=0):

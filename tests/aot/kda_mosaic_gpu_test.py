@@ -1,7 +1,5 @@
 """The Hopper attention kernels as ptxas sees them: registers, spills, bytes."""
 
-import functools
-
 from absl.testing import absltest
 import jax
 from jax import numpy as jnp
@@ -10,13 +8,16 @@ from pallas_kernels import aot
 from pallas_kernels.kda import api
 from pallas_kernels.kda import arg_specs
 from pallas_kernels.kda import mosaic_gpu_decode
-from pallas_kernels.kda import mosaic_gpu_prep
-from pallas_kernels.kda import mosaic_gpu_scan
 
 # A kernel over 227 KiB of shared memory does not compile at all. Spills are in
 # bytes per thread.
 _FORWARD = {"kda_prep": 0, "kda_scan": 0}
 _BACKWARD = _FORWARD | {"kda_states": 0, "kda_reverse": 0, "kda_gradient": 0}
+_FEW_HEADS_FORWARD = {"kda_prep_and_scan": 32}
+_FEW_HEADS_BACKWARD = _FEW_HEADS_FORWARD | {
+    "kda_backward_scans": 0,
+    "kda_gradient": 4,
+}
 _GIB = 2**30
 
 
@@ -62,21 +63,24 @@ class KdaResourcesTest(absltest.TestCase):
     _, kernels = aot.kernel_resources(forward_and_backward, x, x["v"], ids)
     self.check(kernels, _BACKWARD | {"kda_gradient": 4})
 
-  def test_few_heads_scan_both_ways_in_one_kernel(self):
-    batch, _, heads, width = shape = (1, 1000, 32, 128)
-    struct = jax.ShapeDtypeStruct
-    chunks = (batch, heads, 16)
-    bf16 = functools.partial(struct, dtype=jnp.bfloat16)
-    fp32 = functools.partial(struct, dtype=jnp.float32)
-    rows, square = bf16((*chunks, 64, width)), bf16((*chunks, 64, 64))
-    tiles = (rows, rows, rows, square, square)
-    tiles += (fp32((*chunks, width)), fp32((*chunks, 2, 64)))
-    x, state = bf16(shape), fp32((batch, heads, width, width))
-    for masked in (False, True):
-      plan = mosaic_gpu_prep.Plan(True, 1.0, -5.0, masked)
-      scans = functools.partial(mosaic_gpu_scan.backward_scans, plan)
-      _, kernels = aot.kernel_resources(scans, tiles, x, state, x, state)
-      self.check(kernels, {"kda_backward_scans": 0})
+  def test_few_heads_take_three_kernels_forward_and_backward(self):
+
+    def forward_and_backward(x, cotangent, segment_ids):
+      run = lambda x: api.fused_kda(
+          **x, segment_ids=segment_ids, implementation="mosaic_gpu"
+      )[0]
+      out, vjp = jax.vjp(run, x)
+      return out, vjp(cotangent)
+
+    x = arg_specs.ArgSpec(1, 1000, 32, 32).shapes()
+    for ids in (None, jax.ShapeDtypeStruct((1, 1000), jnp.int32)):
+      compiled, kernels = aot.kernel_resources(
+          forward_and_backward, x, x["v"], ids
+      )
+      self.check(kernels, _FEW_HEADS_BACKWARD)
+      # The backward pass has no tiles of its own: XLA sees equal calls.
+      calls = compiled.as_text().count('custom_call_target="mosaic_gpu_v2"')
+      self.assertEqual(calls, len(_FEW_HEADS_BACKWARD))
 
   def test_a_given_fp32_decay_and_segments_fit_backward_too(self):
     shape = (1, 1024, 96, 128)
@@ -126,7 +130,7 @@ class KdaResourcesTest(absltest.TestCase):
         struct(shape[:3], jnp.float32),
         struct(shape[:2], jnp.int32),
     )
-    self.check(kernels, _FORWARD)
+    self.check(kernels, _FEW_HEADS_FORWARD)
 
   def test_one_token_updates_a_donated_state_in_place(self):
     struct = jax.ShapeDtypeStruct
