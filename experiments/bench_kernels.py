@@ -190,20 +190,24 @@ def _parts(x):
   v, v_shape = x["v"], x["v"].shape
   state = jnp.zeros((v_shape[0], v_shape[2], v_shape[3], width))
   kernels = {
-      "prep": functools.partial(prep_lib.prep, plan),
+      "prep": functools.partial(prep_lib.prep, plan, with_low=False),
+      "prep for gradients": functools.partial(
+          prep_lib.prep, plan, with_low=True
+      ),
       "scan": functools.partial(scan_lib.scan, plan, output=True),
       "states": functools.partial(scan_lib.scan, plan, output=False),
       "reverse": functools.partial(scan_lib.reverse_scan, plan),
       "both": functools.partial(scan_lib.backward_scans, plan),
       "gradient": functools.partial(gradient_lib.gradient, plan),
   }
-  tiles = kernels["prep"](*local)
+  tiles = kernels["prep for gradients"](*local)
   walk = (tiles, v, state)
   states, v_new = kernels["states"](*walk)
   dv, ds, _ = kernels["reverse"](*walk)
   arguments = dict.fromkeys(kernels, walk)
   arguments |= {
       "prep": local,
+      "prep for gradients": local,
       "both": (*walk, v, state),
       "gradient": (*local, (states, ds, v_new, dv, v)),
   }

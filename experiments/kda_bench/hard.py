@@ -26,10 +26,12 @@ from pallas_kernels.kda import arg_specs
 # a difference, and the gradients of a_log and dt_bias sum differences over all
 # tokens.
 _LIMIT = 1e-2
-_GRADIENT_LIMIT = 3e-2
 _CANCELLING_LIMIT = 3e-2
-_CANCELLING_PARAMETER_LIMIT = 5e-1
-_SMALL = arg_specs.ArgSpec(1, 128, 4, 4)
+_CANCELLING_PARAMETER_LIMIT = 2e-1
+# The gradient of a_log is one number a head, a sum over all tokens: of two
+# heads it can be 50 times smaller than usual, and its error not.
+_HEADS = 8
+_SMALL = arg_specs.ArgSpec(1, 128, _HEADS, _HEADS)
 
 
 _PROCESSES = 8
@@ -101,15 +103,17 @@ def cases() -> dict[str, Callable[[], tuple[bool, str]]]:
   return {
       "saturated gate, T = 65536": _saturated_long,
       "identical keys, no decay, T = 1024": lambda: _against_exact(
-          arg_specs.ArgSpec(1, 1024, 2, 2),
+          arg_specs.ArgSpec(1, 1024, _HEADS, _HEADS),
           "identical",
       ),
       "segments of 63 and 65": lambda: _packed([63, 65]),
       "tails of 1 to 63, by padding": _tails,
       "real lengths 1, 63, 65, 127": _lengths,
-      "HV = 4 H": lambda: _against_exact(arg_specs.ArgSpec(1, 192, 2, 8)),
+      "HV = 4 H": lambda: _against_exact(
+          arg_specs.ArgSpec(1, 192, _HEADS // 4, _HEADS)
+      ),
       "K = V = 64": lambda: _against_exact(
-          arg_specs.ArgSpec(2, 192, 3, 3, 64, 64)
+          arg_specs.ArgSpec(2, 192, _HEADS, _HEADS, 64, 64)
       ),
       "later tokens change no bit": _prefix,
       "T = 1048576 in two halves": _two_halves,
@@ -134,11 +138,10 @@ def verdict(rows, regime="random"):
   cancels = regime == "identical"
 
   def limit(name):
-    if name == "output":
-      return _CANCELLING_LIMIT if cancels else _LIMIT
-    if name in ("d a_log", "d dt_bias") and cancels:
-      return _CANCELLING_PARAMETER_LIMIT
-    return _GRADIENT_LIMIT
+    if not cancels:
+      return _LIMIT
+    parameter = name in ("d a_log", "d dt_bias")
+    return _CANCELLING_PARAMETER_LIMIT if parameter else _CANCELLING_LIMIT
 
   good = all(value <= limit(name) for name, value in worst.items())
   return good, " ".join(f"{k} {v:.1e}" for k, v in worst.items())
@@ -173,7 +176,7 @@ def _packed(lengths):
 
 def _tails():
   """One program for every length: the rest of the chunk is padding."""
-  spec = arg_specs.ArgSpec(1, 64, 2, 2)
+  spec = arg_specs.ArgSpec(1, 64, _HEADS, _HEADS)
   x = inputs_lib.make_inputs(spec)
   cotangent = inputs_lib.cotangent(x)
 

@@ -210,18 +210,25 @@ def _flags_of(segment_ids, batch, tokens, padded):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan, q, k, v, z, beta, slope, bias, initial, flags):
   """o [B, T, HV, V] and the final state, from per-chunk tiles and a scan."""
+  args = q, k, v, z, beta, slope, bias, initial, flags
+  return _forward(plan, *args, with_low=False)
+
+
+def _forward(plan, q, k, v, z, beta, slope, bias, initial, flags, *, with_low):
   beta = _not_zero(beta, flags)
   local = (q, k, z, beta, slope, bias, flags)
-  _, (out, final) = _prep_and_scan(plan, local, v, initial.swapaxes(2, 3))
+  _, (out, final) = _prep_and_scan(
+      plan, local, v, initial.swapaxes(2, 3), with_low=with_low
+  )
   return out, final.swapaxes(2, 3)
 
 
-def _prep_and_scan(plan, local, v, initial):
+def _prep_and_scan(plan, local, v, initial, *, with_low):
   """The tiles, and (o, the transposed final state)."""
   chunks = local[3].shape[2] // CHUNK
   if follow_lib.pays(*initial.shape[:3], chunks):
-    return follow_lib.prep_and_scan(plan, *local, v, initial)
-  tiles = prep_lib.prep(plan, *local)
+    return follow_lib.prep_and_scan(plan, *local, v, initial, with_low=with_low)
+  tiles = prep_lib.prep(plan, *local, with_low=with_low)
   return tiles, scan_lib.scan(plan, tiles, v, initial, output=True)
 
 
@@ -235,7 +242,9 @@ def _not_zero(beta, flags):
 
 
 def _attend_fwd(plan, *args):
-  return _attend(plan, *args), args
+  # The same tiles as the backward pass's: where both are in one program they are
+  # made once.
+  return _forward(plan, *args, with_low=True), args
 
 
 def _attend_bwd(plan, args, cotangents):
@@ -246,7 +255,7 @@ def _attend_bwd(plan, args, cotangents):
   initial = initial.swapaxes(2, 3)
   # The forward pass's call, output and all: where both are one program, XLA
   # sees equal calls and makes one.
-  tiles, _ = _prep_and_scan(plan, local, v, initial)
+  tiles, _ = _prep_and_scan(plan, local, v, initial, with_low=True)
   (states, v_new), (dv, ds, d_initial) = scan_lib.backward_scans(
       plan,
       tiles,

@@ -38,8 +38,10 @@ def pays(batch, value_heads, values, chunks):
   return 2 * scanning <= prep_lib.BLOCKS and chunks > 1
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def prep_and_scan(plan: Plan, q, k, z, beta, slope, bias, flags, v, initial):
+@functools.partial(jax.jit, static_argnums=0, static_argnames="with_low")
+def prep_and_scan(
+    plan: Plan, q, k, z, beta, slope, bias, flags, v, initial, *, with_low: bool
+):
   """`mosaic_gpu_prep.prep` and then `mosaic_gpu_scan.scan`, bit for bit.
 
   Args:
@@ -53,6 +55,7 @@ def prep_and_scan(plan: Plan, q, k, z, beta, slope, bias, flags, v, initial):
     flags: see `prep`.
     v: [B, T, HV, V] bf16.
     initial: [B, HV, V, K] fp32, the transposed state before the first chunk.
+    with_low: see `prep`.
 
   Returns:
     The tiles of `prep`, and (o, final) of `scan`.
@@ -64,35 +67,37 @@ def prep_and_scan(plan: Plan, q, k, z, beta, slope, bias, flags, v, initial):
   scanning, blocks = heads * slices, prep_lib.num_blocks(plan)
   preparing = max(blocks - scanning, 1)
   ahead = chunks_ahead(chunks, heads, preparing)
-  work = prep_lib.Work.of(plan, local, preparing, ahead)
-  preparing = work.walk.blocks
-  walk = scan_lib.output_walk(work.out_type, v, initial)
+  first = prep_lib.Work.of(plan, local, with_low, blocks, 0, ahead)
+  tiles = prep_lib.run_alone(first)
   arrived = jnp.where(jnp.arange(chunks) < ahead, _STORING_WARPGROUPS, 0)
   arrived = jnp.broadcast_to(arrived, (batch, value_heads, chunks))
-  first = prep_lib.Work.of(plan, local, blocks, 0, ahead)
-  tiles = prep_lib.run_alone(first)
-  changed = [jax.new_ref(x) for x in (arrived, *tiles)]
+  work = prep_lib.Work.of(plan, local, with_low, preparing, ahead)
+  preparing = work.walk.blocks
+  walk = scan_lib.output_walk(tiles, v, initial)
+  # The rest of the tiles is written where the first are.
+  arrived, tiles = jax.tree.map(jax.new_ref, (arrived, tiles))
 
   def body(*refs):
-    operands, refs = refs[: len(work.operands)], refs[len(work.operands) :]
-    v_ref, initial_ref, arrived, *refs = refs
-    tiles, outputs = refs[: len(changed) - 1], refs[len(changed) - 1 :]
+    refs = iter(refs)
+    operands = [next(refs) for _ in work.operands]
+    x, start, arrived = (next(refs) for _ in range(3))
+    tile_refs = jax.tree.map(lambda _: next(refs), tiles)
     block = lax.axis_index("block")
 
     @pl.when(block < preparing)
     def _():
       announce = lambda *place: _add_one(arrived.at[place], plan)
-      work.run(*operands, *tiles, announce=announce)
+      work.run(*operands, *jax.tree.leaves(tile_refs), announce=announce)
 
     @pl.when(block >= preparing)
     def _():
       this = block - preparing
-      inputs = scan_lib.named(tiles, walk.inputs)
+      inputs = scan_lib.named(tile_refs, walk.inputs)
       walk_lib.Block(
           plan=plan,
           walk=walk,
-          operands=inputs | dict(x=v_ref, initial=initial_ref),
-          outputs=outputs,
+          operands=inputs | dict(x=x, initial=start),
+          outputs=list(refs),
           place=[
               lax.div(this, value_heads * slices),
               lax.rem(lax.div(this, slices), value_heads),
@@ -118,8 +123,9 @@ def prep_and_scan(plan: Plan, q, k, z, beta, slope, bias, flags, v, initial):
       ),
       interpret=plan.interpret,
   )
+  changed = (arrived, *jax.tree.leaves(tiles))
   out, final = kernel(*work.operands, v, initial, *changed)
-  return tuple(jax.freeze(ref) for ref in changed[1:]), (out, final)
+  return jax.tree.map(jax.freeze, tiles), (out, final)
 
 
 def chunks_ahead(chunks, heads, preparing):

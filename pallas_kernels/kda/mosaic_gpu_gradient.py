@@ -51,8 +51,9 @@ _CORNER_SHIFT = 32
 # Rows of the small [64] vectors.
 _PAST_DOT, _DBETA = range(4, 6)  # after prep's
 _BIAS, _GAM, _PASSED = range(3)
-# Of a launch's 3 x 168 per thread.
-_LATER_REGISTERS, _PAST_REGISTERS = 160, 184
+# Per thread of the first two warpgroups and of the third, which have 3 x 168.
+# The norms and the flags together take more of the first two's.
+_REGISTERS, _REGISTERS_RAW_MASKED = (152, 200), (160, 184)
 # Barriers of two arrivals: two copies, or two warpgroups.
 _OF_TWO = (
     "z_ready",
@@ -339,14 +340,17 @@ def _body(
     if again:
       pl.when(more)(lambda: load_z(i + 1, s))
 
+  both = plan.raw and plan.masked
+  registers = _REGISTERS_RAW_MASKED if both else _REGISTERS
+
   @pl.when(role < 2)
   def _():
-    plgpu.set_max_registers(_LATER_REGISTERS, action="decrease")
+    plgpu.set_max_registers(registers[0], action="decrease")
     lax.fori_loop(0, count, later_sides, None)
 
   @pl.when(role == 2)
   def _():
-    plgpu.set_max_registers(_PAST_REGISTERS, action="increase")
+    plgpu.set_max_registers(registers[1], action="increase")
     s = views()
     load_z(0, s)
     load_rows(0, s)
@@ -425,17 +429,23 @@ def _stage(s, side):
   return s["stage"].at[side] if "stage" in s else None
 
 
-def _two_parts(plan, x, later, diagonal, s):
+def _score_parts(plan, x, s, *, later, of_query):
   """`lanes_lib.score_parts` with the rows' segments."""
   flags = plgpu.load(s["flags"], layout=ROW) if plan.masked else None
-  inner, corner = lanes_lib.score_parts(
+  inner, corner, *low = lanes_lib.score_parts(
       x,
       later=later,
-      diagonal=diagonal,
+      diagonal=of_query,
+      with_low=of_query,
       flags=flags,
       interpret=plan.interpret is not None,
   )
-  return inner, corner * jnp.asarray(2.0**-_CORNER_SHIFT, jnp.bfloat16)
+  return inner, corner * jnp.asarray(2.0**-_CORNER_SHIFT, jnp.bfloat16), *low
+
+
+def _terms(parts, tile, cross):
+  """Products of `_score_parts` with a tile and with what crosses its middle."""
+  return list(zip(parts, (tile, cross, tile)))
 
 
 def _by_half(plan, s, first, width):
@@ -491,17 +501,17 @@ def _later_side(plan, s, side, rows_name):
     d_score = plgpu.wgmma_accumulator_load(d_score, wait_n=1)
     if side == 1:
       d_score *= _minus_mantissa(plan, s, d_score.shape)
-    parts = _two_parts(plan, d_score, True, side == 0, s)
+    parts = _score_parts(plan, d_score, s, later=True, of_query=side == 0)
     return *parts, plgpu.wgmma_accumulator_load(tile)
 
-  inner, corner, tile = pl.run_scoped(
+  *parts, tile = pl.run_scoped(
       products, plgpu.ACC((CHUNK, CHUNK)), plgpu.ACC((CHUNK, width))
   )
   tile = tile * _by_half(plan, s, 0, width)
   if side == 1:
     tile = tile * _minus_mantissa(plan, s, tile.shape)
   tile = _where_flag(plan, s, READS_STATE, tile)
-  terms = [(inner, s["k_minus"]), (corner, s["cross"].at[pl.ds(0, CHUNK)])]
+  terms = _terms(parts, s["k_minus"], s["cross"].at[pl.ds(0, CHUNK)])
   tile = _product(tile, terms, _stage(s, side))
   if plan.raw:
     dot = _row_dot(plan, tile, s[tile_name])
@@ -524,7 +534,7 @@ def _early_products(plan, views):
     views: makes views of shared memory.
 
   Returns:
-    v' dS^T, and the earlier side's scores as `_two_parts`: of q, then of k.
+    v' dS^T, and the earlier side's `_score_parts`: of q, then of k.
   """
   interpret = plan.interpret is not None
   width = views()["q_tile"].shape[1]
@@ -550,11 +560,11 @@ def _early_products(plan, views):
       lanes_lib.store_diagonal(dot, passed, interpret)
     multiply(tile, "ds", False)
     score = plgpu.wgmma_accumulator_load(d_query, wait_n=4)
-    of_query = _two_parts(plan, score, False, True, s)
+    of_query = _score_parts(plan, score, s, later=False, of_query=True)
     score = plgpu.wgmma_accumulator_load(d_key, wait_n=2)
     lanes_lib.store_diagonal(score, s["rows"].at[_DBETA], interpret)
     score *= _minus_mantissa(plan, s, score.shape, axis=1)
-    of_key = _two_parts(plan, score, False, False, s)
+    of_key = _score_parts(plan, score, s, later=False, of_query=False)
     free = s["rows"].at[_PAST_DOT]  # written for good after the next barrier
     lanes_lib.make_now([*of_query, *of_key], free, interpret)
     return plgpu.wgmma_accumulator_load(tile), of_query, of_key
@@ -581,7 +591,7 @@ def _past_side(plan, early, views):
   terms = []
   for score, name, window in zip(scores, ("q_tile", "k_tile"), (HALF, 0)):
     cross = s["cross"].at[pl.ds(window, CHUNK)]
-    terms += zip(score, (s[name], cross), strict=True)
+    terms += _terms(score, s[name], cross)
   tile = _product(tile, terms, _stage(s, 2))
   if plan.raw:
     s["rows"][_PAST_DOT] = _key_dot(s, _row_dot(plan, tile, s["k_minus"]))

@@ -513,9 +513,10 @@ def score_parts(
     *,
     later: bool,
     diagonal: bool,
+    with_low: bool,
     flags: jax.Array | None,
     interpret: bool,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
   """Masks a score's gradient; its diagonal halves and its corner, in bf16.
 
   Args:
@@ -523,6 +524,8 @@ def score_parts(
     later: whether rows are the later side, so that columns before are kept;
       otherwise columns after are.
     diagonal: whether the diagonal is kept.
+    with_low: whether to give too what the diagonal halves lack, in bf16. Not
+      on the diagonal, where both sides' products must be equal in every bit.
     flags: [64] int32 by rows; its second byte is the first column that a
       later row keeps, the rest above is where an earlier row stops.
     interpret: use array terms.
@@ -536,9 +539,14 @@ def score_parts(
       first, stop = (flags >> 8) & 0xFF, flags >> 16
       same = column >= first[:, None] if later else column < stop[:, None]
       keep = keep & same
-    x = jnp.where(keep, x, 0.0).astype(jnp.bfloat16)
+    x = jnp.where(keep, x, 0.0)
+    high = x.astype(jnp.bfloat16)
     inside = (row >= 32) == (column >= 32)
-    return jnp.where(inside, x, 0), jnp.where(inside, 0, x)
+    parts = jnp.where(inside, high, 0), jnp.where(inside, 0, high)
+    if not with_low:
+      return parts
+    low = remainder(x, high, True)
+    return *parts, jnp.where(inside & (row != column), low, 0)
   layout = plgpu.Layout.WGMMA
   struct = plgpu.ShapeDtypeStruct((size, size), jnp.bfloat16, layout=layout)
   arguments = [opaque_thread(), x]
@@ -547,13 +555,17 @@ def score_parts(
     arguments.append(flags)
     kinds.append(layout.reduce(1))
 
-  @plgpu.inline_mgpu(arg_types=tuple(kinds), return_type=[struct, struct])
+  outputs = 3 if with_low else 2
+
+  @plgpu.inline_mgpu(arg_types=tuple(kinds), return_type=[struct] * outputs)
   def split(_, thread, array, *by_row):
-    at, other = (_Fragment(thread, size, jnp.bfloat16) for _ in range(2))
+    parts = [_Fragment(thread, size, jnp.bfloat16) for _ in range(outputs)]
+    at = parts[0]
     c, predicate = at.constant, arith.CmpIPredicate
     values = array.registers.reshape(size // 8, 2)
     words = [_scalar(r) for r in by_row[0].registers.flat] if by_row else ()
     bounds = []  # [row half] of (predicate, bound on 8 tile + i)
+    on_diagonal = []  # [row half] of 8 tile + i
     for h in (0, 1):
       row = arith.subi(arith.addi(at.row, c(8 * h)), at.column)
       offset = int(diagonal) if later else int(not diagonal)
@@ -565,6 +577,7 @@ def score_parts(
         stop = arith.shrui(words[h], c(16))
         kept.append((predicate.sgt, 0, arith.subi(stop, at.column)))
       bounds.append([(p, arith.addi(b, c(o))) for p, o, b in kept])
+      on_diagonal.append(row)
     upper = arith.cmpi(predicate.ne, at.upper, c(0))
     zero = arith.constant(ir.F32Type.get(), 0.0)
     word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
@@ -584,18 +597,32 @@ def score_parts(
         both = vector.from_elements(
             ir.VectorType.get((2,), ir.F32Type.get()), kept
         )
-        both = vector.bitcast(word, arith.truncf(pair, both))
-        inner, corner = both, nothing
+        high = arith.truncf(pair, both)
+        found = [high]
+        if with_low:
+          rest = arith.subf(both, _widen(high))
+          lows = []
+          for i in (0, 1):
+            at_it = arith.cmpi(predicate.eq, on_diagonal[h], c(8 * tile + i))
+            lows.append(arith.select(at_it, zero, _scalar(rest, i)))
+          rest = vector.from_elements(rest.type, lows)
+          found.append(arith.truncf(pair, rest))
+        inner, *rest = (vector.bitcast(word, x) for x in found)
+        corner = nothing
         # The two halves' columns that the other half's rows may reach.
         if later and tile < 4:
-          inner = arith.select(upper, nothing, both)
-          corner = arith.select(upper, both, nothing)
+          corner = arith.select(upper, inner, nothing)
+          inner, *rest = (
+              arith.select(upper, nothing, x) for x in (inner, *rest)
+          )
         elif not later and tile >= 4:
-          inner = arith.select(upper, both, nothing)
-          corner = arith.select(upper, nothing, both)
-        at.registers[tile, h] = vector.bitcast(pair, inner)
-        other.registers[tile, h] = vector.bitcast(pair, corner)
-    return [at.array(), other.array()]
+          corner = arith.select(upper, nothing, inner)
+          inner, *rest = (
+              arith.select(upper, x, nothing) for x in (inner, *rest)
+          )
+        for part, x in zip(parts, (inner, corner, *rest), strict=True):
+          part.registers[tile, h] = vector.bitcast(pair, x)
+    return [part.array() for part in parts]
 
   return tuple(split(*arguments))
 

@@ -18,7 +18,9 @@ token reaches an earlier row only through such integers, hence exactly not.
   solve = (I + tril(b k k^T 2^(G_i - G_j), -1))^-1 - I
 
 The identity and b are left to the scan, which adds and multiplies them in fp32:
-rounded to bf16 they would err by one factor for all of a row.
+rounded to bf16 they would err by one factor for all of a row. For the states
+of the backward pass kg comes in two bf16 parts: rounded to one it loses decays
+below 2^-9, whose gradients are sums that nearly cancel.
 
 k here is the key as it came times a power of two, both exact, so that keys
 which are one and hardly decay stay one. What their norm lacks, a factor m in
@@ -84,8 +86,8 @@ class Plan:
   interpret: plgpu.InterpretGPUParams | None = None
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def prep(plan: Plan, q, k, z, beta, slope, bias, flags):
+@functools.partial(jax.jit, static_argnums=0, static_argnames="with_low")
+def prep(plan: Plan, q, k, z, beta, slope, bias, flags, *, with_low: bool):
   """Computes the tiles of the module's docstring.
 
   Args:
@@ -97,17 +99,19 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, flags):
     slope: [HV] fp32, exp(a_log) log2(e).
     bias: [HV, K] fp32, slope * dt_bias.
     flags: [B, T64] int32, see VALID and FIRST_SHIFT (masked only).
+    with_low: whether to make kg_low.
 
   Returns:
     nkgam, qg, kg [B, HV, N, 64, K] bf16; aqk, solve [B, HV, N, 64, 64] bf16;
-    gam [B, HV, N, K] fp32; scales [B, HV, N, 2, 64] fp32, b m^2 and 1 / m.
+    gam [B, HV, N, K] fp32; scales [B, HV, N, 2, 64] fp32, b m^2 and 1 / m;
+    kg_low, what kg lacks as bf16, like kg, or None.
   """
   local = (q, k, z, beta, slope, bias, flags)
-  return run_alone(Work.of(plan, local, num_blocks(plan)))
+  return run_alone(Work.of(plan, local, with_low, num_blocks(plan)))
 
 
 def run_alone(work):
-  """The outputs of a kernel that does the work and nothing else."""
+  """The tiles from a kernel that does the work and nothing else."""
   kernel = plgpu.kernel(
       work.run,
       out_type=work.out_type,
@@ -123,7 +127,8 @@ def run_alone(work):
       ),
       interpret=work.plan.interpret,
   )
-  return kernel(*work.operands)
+  tiles = kernel(*work.operands)
+  return tiles if work.with_low else (*tiles, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +139,9 @@ class Work:
     plan: the static part.
     walk: which block works on what.
     operands: arrays.
-    out_type: the outputs' shapes.
+    out_type: the tiles' shapes.
     scratch: a block's shared memory and barriers.
+    over_z: names of the tiles that take z's place when it has been read.
   """
 
   plan: Plan
@@ -143,9 +149,14 @@ class Work:
   operands: list
   out_type: list
   scratch: dict
+  over_z: tuple[str, ...]
+
+  @property
+  def with_low(self):
+    return len(self.out_type) > 7
 
   @classmethod
-  def of(cls, plan, local, blocks, first=0, stop=None) -> "Work":
+  def of(cls, plan, local, with_low, blocks, first=0, stop=None) -> "Work":
     """For `prep`'s arguments, chunks [first, stop), on so many blocks."""
     q, k, z, beta, slope, bias, flags = local
     batch, _, heads, width = q.shape
@@ -171,7 +182,9 @@ class Work:
     if plan.masked:
       operands.append(flags)
     out_type = [tile, tile, tile, square, square, vector, scales]
-    return cls(plan, walk, operands, out_type, _scratch(plan, width, z.dtype))
+    out_type += [tile] * with_low
+    scratch, over_z = _scratch(plan, width, z.dtype, with_low)
+    return cls(plan, walk, operands, out_type, scratch, over_z)
 
   def run(self, *refs, announce=None):
     """Works; all warpgroups of the block come here.
@@ -181,12 +194,13 @@ class Work:
       announce: called with (batch, head, chunk) by either warpgroup of a pair
         when what it stored of that chunk can be read.
     """
-    body = functools.partial(_prep_body, self.plan, self.walk, announce)
-    body = functools.partial(body, *refs)
+    body = functools.partial(
+        _prep_body, self.plan, self.walk, self.over_z, announce, *refs
+    )
     pl.run_scoped(body, collective_axes="warpgroup", **self.scratch)
 
 
-def _scratch(plan, width, z_dtype):
+def _scratch(plan, width, z_dtype, with_low):
   pairs = plan.pairs
 
   def smem(shape, dtype, transforms=()):
@@ -198,14 +212,17 @@ def _scratch(plan, width, z_dtype):
   def tile_of(rows, columns):
     return smem((rows, columns), jnp.bfloat16, lanes_lib.TILED)
 
-  z_tile, kg_tile = smem((CHUNK, width), z_dtype), tile_of(CHUNK, width)
+  z_tile = smem((CHUNK, width), z_dtype)
   # k-, and below it its first half as the second half's rows see it.
-  past = tile_of(CHUNK + HALF, width)
-  if z_dtype == jnp.float32:
-    # Too large to be there beside the tiles that are made after its end.
-    scratch = dict(z_union=plgpu.RefUnion(z_tile, [kg_tile, past]))
+  later = dict(kg_tile=tile_of(CHUNK, width), past=tile_of(CHUNK + HALF, width))
+  low = dict(kg_low=tile_of(CHUNK, width)) if with_low else {}
+  # What is made after z's end and takes its place, where there is no other.
+  over_z = later if z_dtype == jnp.float32 else low
+  scratch = {n: x for n, x in (later | low).items() if n not in over_z}
+  if over_z:
+    scratch["z_union"] = plgpu.RefUnion(z_tile, list(over_z.values()))
   else:
-    scratch = dict(z_tile=z_tile, kg_tile=kg_tile, past=past)
+    scratch["z_tile"] = z_tile
   scratch |= dict(
       q_tile=tile_of(CHUNK, width),
       k_tile=tile_of(CHUNK, width),
@@ -225,7 +242,7 @@ def _scratch(plan, width, z_dtype):
   )
   if plan.masked:
     scratch["flags"] = smem((CHUNK,), jnp.int32)
-  return scratch
+  return scratch, tuple(over_z)
 
 
 def num_blocks(plan: Plan) -> int:
@@ -265,6 +282,7 @@ class Walk:
 def _prep_body(
     plan,
     walk,
+    over_z,
     announce,
     q_gm,
     k_gm,
@@ -275,15 +293,15 @@ def _prep_body(
     *rest,
     **scratch
 ):
-  flags_gm, outputs = rest[:-7], rest[-7:]
-  nkgam_gm, qg_gm, kg_gm, aqk_gm, solve_gm, gam_gm, scales_gm = outputs
+  flags_gm, outputs = rest[: int(plan.masked)], rest[int(plan.masked) :]
+  nkgam_gm, qg_gm, kg_gm, aqk_gm, solve_gm, gam_gm, scales_gm, *low_gm = outputs
   warpgroup = lax.axis_index("warpgroup")
   pair, role = lax.div(warpgroup, 2), lax.rem(warpgroup, 2)
   solve_tile, blocks = members(scratch.pop("solve_union"))
   refs = scratch | dict(solve_tile=solve_tile, blocks=blocks)
-  early = "z_tile" in refs
-  if not early:
-    refs["z_tile"], (refs["kg_tile"], refs["past"]) = refs.pop("z_union")
+  if over_z:
+    refs["z_tile"], others = refs.pop("z_union")
+    refs |= zip(over_z, others, strict=True)
   refs["k_minus"] = refs["past"].at[:, pl.ds(0, CHUNK)]
   refs["moved"] = refs["past"].at[:, pl.ds(CHUNK, HALF)]
 
@@ -366,7 +384,7 @@ def _prep_body(
     if plan.raw:
       row_norms(plan, role, s)
     sync(s)
-    if early:
+    if not over_z:
       pl.when(role == 1)(lambda: of_next(i, load_z, s))
     _decayed_tiles(plan, lanes_of(role), sums, earlier, s)
     # The last item has arrived by now, and nothing of this one has left.
@@ -391,6 +409,8 @@ def _prep_body(
     @pl.when(role == 1)
     def _():
       plgpu.copy_smem_to_gmem(s["kg_tile"], kg_gm.at[out])
+      for gm in low_gm:
+        plgpu.copy_smem_to_gmem(s["kg_low"], gm.at[out])
       plgpu.copy_smem_to_gmem(s["channels"].at[1], gam_gm.at[out])
       scores, seen = _scores("q_tile", s), _first_of_run(plan, s)
       s["aqk_tile"][...] = warp_lib.causal(
@@ -399,6 +419,8 @@ def _prep_body(
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(s["aqk_tile"], aqk_gm.at[out])
       plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+      if over_z == ("kg_low",):
+        of_next(i, load_z, s)
       plgpu.barrier_wait(s["tiles_read"])
       # -k 2^G and q 2^G take the places of kg and k-, so that the next item's
       # q and k can come while these leave.
@@ -415,7 +437,7 @@ def _prep_body(
       plgpu.copy_smem_to_gmem(s["kg_tile"], nkgam_gm.at[out])
       plgpu.copy_smem_to_gmem(s["k_minus"], qg_gm.at[out])
       of_next(i, load_qk, s)
-      if not early:
+      if "kg_tile" in over_z:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         of_next(i, load_z, s)
 
@@ -500,7 +522,7 @@ def _scales(plan, s):
 
 
 def _decayed_tiles(plan, lanes, sums, earlier, s):
-  """Writes k+, q+ in place, k-, k- as moved, kg and the powers."""
+  """Writes k+, q+ in place, k-, k- as moved, kg, its rest and the powers."""
   at = references(lanes, s)
   at = dataclasses.replace(at, base=at.base + earlier)
   to_state = jnp.exp2(at.whole - at.middle)
@@ -539,10 +561,14 @@ def _decayed_tiles(plan, lanes, sums, earlier, s):
     if plan.masked:
       kg = jnp.where((flags[r] & WRITES_STATE) != 0, kg, 0.0)
     k_past = k_past.astype(jnp.bfloat16)
+    kg_high = kg.astype(jnp.bfloat16)
     lanes.store_tile(s["k_tile"], r, (k * plus).astype(jnp.bfloat16))
     lanes.store_tile(s["q_tile"], r, (q * plus).astype(jnp.bfloat16))
     lanes.store_tile(s["k_minus"], r, k_past)
-    lanes.store_tile(s["kg_tile"], r, kg.astype(jnp.bfloat16))
+    lanes.store_tile(s["kg_tile"], r, kg_high)
+    if "kg_low" in s:
+      low = kg - lanes.widen(kg_high)
+      lanes.store_tile(s["kg_low"], r, low.astype(jnp.bfloat16))
     moved = k_past * steps[0] * steps[1]
     lanes.store_tile_of_first_half(s["moved"], r, moved)
 

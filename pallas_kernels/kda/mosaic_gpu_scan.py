@@ -19,7 +19,8 @@ with b standing for b m^2 of `mosaic_gpu_prep`, whose `scales` b and 1/m are.
 Where keys are alike and hardly decay, v' and dr are differences of neighbouring
 rows and o sums them up again, so the roundings of r, v' and dv' would add up
 over a chunk: they enter their products as two bf16 parts. In the state's
-products one part is enough, since the next chunk corrects what it reads.
+products one part is enough, since the next chunk corrects what it reads; only
+the backward pass's states take kg in two.
 """
 
 import functools
@@ -33,7 +34,8 @@ from pallas_kernels.kda import mosaic_gpu_walk as walk_lib
 from pallas_kernels.kda.mosaic_gpu_prep import CHUNK
 from pallas_kernels.kda.mosaic_gpu_prep import Plan
 
-TILES = ("nkgam", "qg", "kg", "aqk", "solve", "gam", "scales")  # of `prep`
+# Of `prep`, where kg_low may be None.
+TILES = ("nkgam", "qg", "kg", "aqk", "solve", "gam", "scales", "kg_low")
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="output")
@@ -42,7 +44,7 @@ def scan(plan: Plan, tiles, v, initial, *, output: bool):
 
   Args:
     plan: the static part.
-    tiles: what `mosaic_gpu_prep.prep` returned.
+    tiles: what `mosaic_gpu_prep.prep` returned; without `output`, with kg_low.
     v: [B, T, HV, V] bf16.
     initial: [B, HV, V, K] fp32, the transposed state before the first chunk.
     output: whether to make o, or what the backward pass needs.
@@ -123,7 +125,7 @@ def _states(tiles, v, initial):
   values = v.shape[-1]
   return walk_lib.Walk(
       _States,
-      named(tiles, ("nkgam", "kg", "solve", "gam", "scales")),
+      named(tiles, ("nkgam", "kg", "solve", "gam", "scales", "kg_low")),
       v,
       initial,
       [
@@ -135,7 +137,7 @@ def _states(tiles, v, initial):
 
 def _reverse(plan, tiles, do, final):
   *lead, _, width = tiles[0].shape
-  inputs = named(tiles, TILES)
+  inputs = named(tiles, TILES[:-1])
   if plan.masked:
     inputs["again"] = inputs["scales"]  # which rows are padding, with do
   return walk_lib.Walk(
@@ -233,7 +235,9 @@ class _States(_Forward):
   """The state, written before each chunk, and v' in two parts."""
 
   loads = dict(
-      enter=("nkgam", "x", "scales"), solve=("solve", "gam"), leave=("kg",)
+      enter=("nkgam", "x", "scales"),
+      solve=("solve", "gam"),
+      leave=("kg", "kg_low"),
   )
   row_tiles = 2
   states_output = 0
@@ -241,6 +245,10 @@ class _States(_Forward):
   def solve(self, here):
     here.wait("solve")
     return self.solved(here, in_flight=0)
+
+  def leave(self, here, v_new):
+    super().leave(here, v_new)
+    self.state.add(self.high, here.tile("kg_low"))
 
   def finish(self, here, v_new):
     self.low = here.make_now(here.low(v_new, self.high))

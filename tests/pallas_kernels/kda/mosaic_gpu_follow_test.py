@@ -16,8 +16,8 @@ from pallas_kernels.kda import mosaic_gpu_follow
 from pallas_kernels.kda import mosaic_gpu_prep
 from pallas_kernels.kda import mosaic_gpu_scan
 
-RAW = dict(raw=True, batch=2, heads=2, chunks=2, values=64)
-GIVEN = dict(raw=False, batch=1, heads=1, chunks=3, values=128)
+RAW = dict(raw=True, with_low=False, batch=2, heads=2, chunks=2, values=64)
+GIVEN = dict(raw=False, with_low=True, batch=1, heads=1, chunks=3, values=128)
 
 
 # What is above a score's diagonal may overflow; a select removes it.
@@ -26,7 +26,7 @@ class MosaicGpuFollowTest(parameterized.TestCase):
 
   @parameterized.named_parameters(("raw", RAW), ("given_decay", GIVEN))
   def test_the_scan_that_follows_prep_gives_the_same_bits(self, case):
-    raw, batch, heads, chunks, values = case.values()
+    raw, with_low, batch, heads, chunks, values = case.values()
     keys, tokens = 64, 64 * chunks
     plan = mosaic_gpu_prep.Plan(
         raw=raw,
@@ -50,9 +50,11 @@ class MosaicGpuFollowTest(parameterized.TestCase):
     local = (q, k, z, beta, slope, bias, None)
     v = normal(5, batch, tokens, heads, values).astype(jnp.bfloat16)
     initial = normal(6, batch, heads, values, keys)
-    tiles = mosaic_gpu_prep.prep(plan, *local)
+    tiles = mosaic_gpu_prep.prep(plan, *local, with_low=with_low)
     wanted = tiles, mosaic_gpu_scan.scan(plan, tiles, v, initial, output=True)
-    got = mosaic_gpu_follow.prep_and_scan(plan, *local, v, initial)
+    got = mosaic_gpu_follow.prep_and_scan(
+        plan, *local, v, initial, with_low=with_low
+    )
     for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
       a, b = (np.asarray(x, np.float32) for x in (a, b))
       np.testing.assert_array_equal(a, b)

@@ -16,7 +16,7 @@ from tests import testing
 from tests.pallas_kernels import races
 
 CHUNKS = 5  # more than the ring of loads holds
-NAMES = ("nkgam", "qg", "kg", "aqk", "solve", "gam", "scales")
+NAMES = ("nkgam", "qg", "kg", "aqk", "solve", "gam", "scales", "kg_low")
 
 
 def _tiles(values, masked):
@@ -31,6 +31,8 @@ def _tiles(values, masked):
       nkgam=-k,
       qg=noise(*lead, 64, 64, scale=0.2),
       kg=k,
+      # Far more than it lacks, so that it shows.
+      kg_low=noise(*lead, 64, 64, scale=0.1),
       aqk=jnp.tril(noise(*lead, 64, 64, scale=0.2)),
       solve=jnp.tril(noise(*lead, 64, 64, scale=0.1), -1),
   )
@@ -52,15 +54,16 @@ def _float64(tiles, x, state):
   return tiles, np.nan_to_num(x), np.asarray(state, np.float64)[0, 0].T
 
 
-def _forward(tiles, v, state):
+def _forward(tiles, v, state, with_low):
   """out, v' and states before each chunk by the module's formulas."""
   out, states, v_new = [], [], []
   for n in range(CHUNKS):
-    nkgam, qg, kg, aqk, solve, gam, scales = (tiles[i][n] for i in NAMES)
+    nkgam, qg, kg, aqk, solve, gam, scales, low = (tiles[i][n] for i in NAMES)
     states.append(state)
     rest = scales[0][:, None] * (v[n] * scales[1][:, None] + nkgam @ state)
     v_new.append(rest + solve @ rest)
     out.append(qg @ state + aqk @ v_new[-1])
+    kg = kg + low if with_low else kg
     state = gam[:, None] * state + kg.T @ v_new[-1]
   return np.concatenate(out), state, np.stack(v_new), np.stack(states)
 
@@ -68,7 +71,7 @@ def _forward(tiles, v, state):
 def _reverse(tiles, do, state):
   dv, states = [], []
   for n in reversed(range(CHUNKS)):
-    nkgam, qg, kg, aqk, solve, gam, scales = (tiles[i][n] for i in NAMES)
+    nkgam, qg, kg, aqk, solve, gam, scales, _ = (tiles[i][n] for i in NAMES)
     states.insert(0, state)
     dv_new = aqk.T @ do[n] + kg @ state
     dr = scales[0][:, None] * (dv_new + solve.T @ dv_new)
@@ -99,7 +102,8 @@ class MosaicGpuScanTest(parameterized.TestCase):
     exact = _float64(tiles, x, state)
     plan, tiles = _plan(masked), tuple(tiles[name] for name in NAMES)
     check = lambda a, b, what: testing.assert_close(a, b, "bf16", what)
-    out, final, v_new, states = _forward(*exact)
+    out, final, *_ = _forward(*exact, with_low=False)
+    *_, v_new, states = _forward(*exact, with_low=True)
     heads = mosaic_gpu_walk._FEW_HEADS if few else 0
     with mock.patch.object(mosaic_gpu_walk, "_FEW_HEADS", heads):
       got = mosaic_gpu_scan.scan(plan, tiles, x, state, output=True)
