@@ -43,6 +43,7 @@ from pallas_kernels.kda import mosaic_gpu_warp as warp_lib
 
 CHUNK = 64
 HALF = 32
+EARLY = True
 BLOCKS = 132  # one per multiprocessor
 LOG2_E = math.log2(math.e)
 NORM_EPSILON = 1e-6
@@ -107,17 +108,13 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, flags, *, with_low: bool):
     kg_low, what kg lacks as bf16, like kg, or None.
   """
   local = (q, k, z, beta, slope, bias, flags)
-  return run_alone(Work.of(plan, local, with_low, num_blocks(plan)))
-
-
-def run_alone(work):
-  """The tiles from a kernel that does the work and nothing else."""
+  work = Work.of(plan, local, with_low, num_blocks(plan))
   kernel = plgpu.kernel(
       work.run,
       out_type=work.out_type,
       grid=(work.walk.blocks,),
       grid_names=("block",),
-      num_threads=2 * work.plan.pairs,
+      num_threads=2 * plan.pairs,
       thread_name="warpgroup",
       kernel_name="kda_prep",
       compiler_params=plgpu.CompilerParams(
@@ -125,10 +122,9 @@ def run_alone(work):
           unsafe_no_auto_barriers=True,
           lowering_semantics=plgpu.LoweringSemantics.Lane,
       ),
-      interpret=work.plan.interpret,
+      interpret=plan.interpret,
   )
-  tiles = kernel(*work.operands)
-  return tiles if work.with_low else (*tiles, None)
+  return work.tiles(kernel(*work.operands))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,32 +147,25 @@ class Work:
   scratch: dict
   over_z: tuple[str, ...]
 
-  @property
-  def with_low(self):
-    return len(self.out_type) > 7
-
   @classmethod
-  def of(cls, plan, local, with_low, blocks, first=0, stop=None) -> "Work":
-    """For `prep`'s arguments, chunks [first, stop), on so many blocks."""
+  def of(cls, plan, local, with_low, blocks) -> "Work":
+    """For `prep`'s arguments, on so many blocks."""
     q, k, z, beta, slope, bias, flags = local
     batch, _, heads, width = q.shape
     value_heads = z.shape[2]
     chunks = beta.shape[2] // CHUNK
     lead = (batch, value_heads, chunks)
-    chunks = (chunks if stop is None else stop) - first
     tile = jax.ShapeDtypeStruct((*lead, CHUNK, width), jnp.bfloat16)
     square = jax.ShapeDtypeStruct((*lead, CHUNK, CHUNK), jnp.bfloat16)
     vector = jax.ShapeDtypeStruct((*lead, width), jnp.float32)
     scales = jax.ShapeDtypeStruct((*lead, 2, CHUNK), jnp.float32)
-    items = batch * value_heads * chunks
     walk = Walk(
         batch,
         chunks,
         value_heads,
         value_heads // heads,
         plan.pairs,
-        min(blocks, pl.cdiv(items, plan.pairs)),
-        first,
+        min(blocks, pl.cdiv(math.prod(lead), plan.pairs)),
     )
     operands = [q, k, z, beta, slope, bias]
     if plan.masked:
@@ -185,6 +174,11 @@ class Work:
     out_type += [tile] * with_low
     scratch, over_z = _scratch(plan, width, z.dtype, with_low)
     return cls(plan, walk, operands, out_type, scratch, over_z)
+
+  @staticmethod
+  def tiles(outputs):
+    """The outputs, or refs of them, as `prep` returns them."""
+    return (*outputs, None)[:8]
 
   def run(self, *refs, announce=None):
     """Works; all warpgroups of the block come here.
@@ -252,11 +246,7 @@ def num_blocks(plan: Plan) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-  """Which chunk of which head a pair works on, heads fastest, chunks last.
-
-  Attributes:
-    chunks: how many; the chunks before `first` are left out.
-  """
+  """Which chunk of which head a pair works on, heads fastest, chunks last."""
 
   batch: int
   chunks: int
@@ -264,7 +254,6 @@ class Walk:
   heads_per_query: int
   pairs: int
   blocks: int
-  first: int = 0
 
   def count(self, first):
     items = self.batch * self.chunks * self.value_heads
@@ -275,8 +264,7 @@ class Walk:
     index = first + i * (self.pairs * self.blocks)
     head = lax.rem(index, self.value_heads)
     index = lax.div(index, self.value_heads)
-    chunk = lax.div(index, self.batch) + self.first
-    return lax.rem(index, self.batch), chunk, head
+    return lax.rem(index, self.batch), lax.div(index, self.batch), head
 
 
 def _prep_body(
@@ -379,6 +367,8 @@ def _prep_body(
     # The last item has left what is written from here on.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     pl.when(role == 0)(lambda: load_beta(i, s))
+    if announce is not None and EARLY:
+      pl.when(i > 0)(lambda: announce_item(i - 1))
     if not plan.masked:
       plgpu.barrier_wait(s["qk_ready"])
     if plan.raw:
@@ -387,8 +377,7 @@ def _prep_body(
     if not over_z:
       pl.when(role == 1)(lambda: of_next(i, load_z, s))
     _decayed_tiles(plan, lanes_of(role), sums, earlier, s)
-    # The last item has arrived by now, and nothing of this one has left.
-    if announce is not None:
+    if announce is not None and not EARLY:
       pl.when(i > 0)(lambda: announce_item(i - 1))
     sync(s)
 

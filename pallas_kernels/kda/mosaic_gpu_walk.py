@@ -26,7 +26,6 @@ from pallas_kernels.kda.mosaic_gpu_prep import COLUMN
 
 SLICE = 64  # value channels of a warpgroup: the rows of a wgmma
 STAGES = 2
-_AHEAD = 0
 _PARTS = ("enter", "solve", "leave")  # of a chunk, each loaded as one
 # Up to half the chip's 132 multiprocessors, a block per slice is one wave.
 _FEW_HEADS = 66
@@ -314,9 +313,6 @@ def _move(block):
       else:
         source = block.operands[key].at[block.at(n)]
         plgpu.copy_gmem_to_smem(source, smem[f"{key}_in"].at[slot], ready)
-        if _AHEAD and len(source.shape) > 1:
-          later = block.at(jnp.minimum(n + _AHEAD, chunks - 1))
-          plgpu.async_prefetch(block.operands[key].at[later])
     for _ in range(most - block.copies[part]):
       plgpu.barrier_arrive(ready)
 
