@@ -3,8 +3,10 @@
 Forward: `mosaic_gpu_prep` (everything local to a chunk, chunks in parallel),
 then `mosaic_gpu_scan` (the state from chunk to chunk). Backward: prep again,
 the scan again for the states, the reverse scan, then `mosaic_gpu_gradient`
-(chunks in parallel); nothing but the arguments is kept in between. The L2
-norm, the gate, its sigmoid and its cumulative sum never leave the chip.
+(chunks in parallel); nothing but the arguments is kept in between. A scan of
+few heads leaves half of the chip idle, so prep and the scan then share a
+launch (`mosaic_gpu_follow`), and so do the two scans of the backward pass. The
+L2 norm, the gate, its sigmoid and its cumulative sum never leave the chip.
 README.md has the picture, NOTES.md what each version cost.
 """
 

@@ -2,13 +2,14 @@
 
 With few heads the scan takes a part of the chip and is bound by the latency of
 a chunk's chain, so the other blocks prepare chunks at the same time. A counter
-per chunk of a head says that its tiles can be read: either warpgroup of prep
-adds one when what it stored has arrived, the scan's loading warpgroup waits for
-both before it asks for the chunk, which is still in the L2 cache then.
+per chunk of a head says that its tiles can be read: either warpgroup of a pair
+adds one when what it stored has arrived, and the scan's loading warpgroup waits
+for both before it asks for the chunk.
 
-Blocks that prepare have the lower numbers and wait for no one, so they are
-running when a block that scans starts, and the interpreter, which runs blocks
-one after another, needs no counters.
+Blocks that prepare have the lower numbers, so all of them have started when one
+that scans starts, and they wait for no one: nothing can stand still. For the
+same reason the interpreter, which runs blocks one after another, needs no
+counters; it has no word for them either.
 """
 
 import functools

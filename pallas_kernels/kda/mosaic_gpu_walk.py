@@ -3,7 +3,7 @@
 One warpgroup per 64 value channels takes the `Steps` of each chunk. The last
 warpgroup moves: it loads the tiles of chunk n + STAGES where those of chunk n
 were as soon as these are read, part by part, and stores what the others wrote
-to shared memory.
+to shared memory. A kernel can hold several walks, a block takes one of them.
 
 The interpreter has no accumulators with a start value and no left operands in
 registers; `Accumulator` stands in for both.
