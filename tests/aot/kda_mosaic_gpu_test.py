@@ -16,7 +16,7 @@ _BACKWARD = _FORWARD | {"kda_states": 0, "kda_reverse": 0, "kda_gradient": 0}
 _FEW_HEADS_FORWARD = {"kda_prep_and_scan": 32}
 _FEW_HEADS_BACKWARD = _FEW_HEADS_FORWARD | {
     "kda_backward_scans": 0,
-    "kda_gradient": 4,
+    "kda_gradient": 32,
 }
 _GIB = 2**30
 
