@@ -43,7 +43,6 @@ from pallas_kernels.kda import mosaic_gpu_warp as warp_lib
 
 CHUNK = 64
 HALF = 32
-EARLY = True
 BLOCKS = 132  # one per multiprocessor
 LOG2_E = math.log2(math.e)
 NORM_EPSILON = 1e-6
@@ -108,13 +107,17 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, flags, *, with_low: bool):
     kg_low, what kg lacks as bf16, like kg, or None.
   """
   local = (q, k, z, beta, slope, bias, flags)
-  work = Work.of(plan, local, with_low, num_blocks(plan))
+  return run_alone(Work.of(plan, local, with_low, num_blocks(plan)))
+
+
+def run_alone(work):
+  """The tiles from a kernel that does the work and nothing else."""
   kernel = plgpu.kernel(
       work.run,
       out_type=work.out_type,
       grid=(work.walk.blocks,),
       grid_names=("block",),
-      num_threads=2 * plan.pairs,
+      num_threads=2 * work.plan.pairs,
       thread_name="warpgroup",
       kernel_name="kda_prep",
       compiler_params=plgpu.CompilerParams(
@@ -122,9 +125,10 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, flags, *, with_low: bool):
           unsafe_no_auto_barriers=True,
           lowering_semantics=plgpu.LoweringSemantics.Lane,
       ),
-      interpret=plan.interpret,
+      interpret=work.plan.interpret,
   )
-  return work.tiles(kernel(*work.operands))
+  tiles = kernel(*work.operands)
+  return tiles if work.with_low else (*tiles, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,25 +151,32 @@ class Work:
   scratch: dict
   over_z: tuple[str, ...]
 
+  @property
+  def with_low(self):
+    return len(self.out_type) > 7
+
   @classmethod
-  def of(cls, plan, local, with_low, blocks) -> "Work":
-    """For `prep`'s arguments, on so many blocks."""
+  def of(cls, plan, local, with_low, blocks, first=0, stop=None) -> "Work":
+    """For `prep`'s arguments, chunks [first, stop), on so many blocks."""
     q, k, z, beta, slope, bias, flags = local
     batch, _, heads, width = q.shape
     value_heads = z.shape[2]
     chunks = beta.shape[2] // CHUNK
     lead = (batch, value_heads, chunks)
+    chunks = (chunks if stop is None else stop) - first
     tile = jax.ShapeDtypeStruct((*lead, CHUNK, width), jnp.bfloat16)
     square = jax.ShapeDtypeStruct((*lead, CHUNK, CHUNK), jnp.bfloat16)
     vector = jax.ShapeDtypeStruct((*lead, width), jnp.float32)
     scales = jax.ShapeDtypeStruct((*lead, 2, CHUNK), jnp.float32)
+    items = batch * value_heads * chunks
     walk = Walk(
         batch,
         chunks,
         value_heads,
         value_heads // heads,
         plan.pairs,
-        min(blocks, pl.cdiv(math.prod(lead), plan.pairs)),
+        min(blocks, pl.cdiv(items, plan.pairs)),
+        first,
     )
     operands = [q, k, z, beta, slope, bias]
     if plan.masked:
@@ -175,18 +186,13 @@ class Work:
     scratch, over_z = _scratch(plan, width, z.dtype, with_low)
     return cls(plan, walk, operands, out_type, scratch, over_z)
 
-  @staticmethod
-  def tiles(outputs):
-    """The outputs, or refs of them, as `prep` returns them."""
-    return (*outputs, None)[:8]
-
   def run(self, *refs, announce=None):
     """Works; all warpgroups of the block come here.
 
     Args:
       *refs: of the operands and outputs.
-      announce: called with (batch, head, chunk) by either warpgroup of a pair
-        when what it stored of that chunk can be read.
+      announce: called with (batch, head, chunk) by one warpgroup of a pair when
+        what both stored of that chunk can be read.
     """
     body = functools.partial(
         _prep_body, self.plan, self.walk, self.over_z, announce, *refs
@@ -246,7 +252,11 @@ def num_blocks(plan: Plan) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-  """Which chunk of which head a pair works on, heads fastest, chunks last."""
+  """Which chunk of which head a pair works on, heads fastest, chunks last.
+
+  Attributes:
+    chunks: how many; the chunks before `first` are left out.
+  """
 
   batch: int
   chunks: int
@@ -254,6 +264,7 @@ class Walk:
   heads_per_query: int
   pairs: int
   blocks: int
+  first: int = 0
 
   def count(self, first):
     items = self.batch * self.chunks * self.value_heads
@@ -264,7 +275,8 @@ class Walk:
     index = first + i * (self.pairs * self.blocks)
     head = lax.rem(index, self.value_heads)
     index = lax.div(index, self.value_heads)
-    return lax.rem(index, self.batch), lax.div(index, self.batch), head
+    chunk = lax.div(index, self.batch) + self.first
+    return lax.rem(index, self.batch), chunk, head
 
 
 def _prep_body(
@@ -339,7 +351,6 @@ def _prep_body(
     pl.when(i + 1 < count)(lambda: load(i + 1, s))
 
   def announce_item(i):
-    plgpu.wait_smem_to_gmem(0)
     b, chunk, head = walk.item(first, i)
     announce(b, head, chunk)
 
@@ -367,8 +378,6 @@ def _prep_body(
     # The last item has left what is written from here on.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     pl.when(role == 0)(lambda: load_beta(i, s))
-    if announce is not None and EARLY:
-      pl.when(i > 0)(lambda: announce_item(i - 1))
     if not plan.masked:
       plgpu.barrier_wait(s["qk_ready"])
     if plan.raw:
@@ -377,8 +386,9 @@ def _prep_body(
     if not over_z:
       pl.when(role == 1)(lambda: of_next(i, load_z, s))
     _decayed_tiles(plan, lanes_of(role), sums, earlier, s)
-    if announce is not None and not EARLY:
-      pl.when(i > 0)(lambda: announce_item(i - 1))
+    if announce is not None:
+      # The last item has arrived by now, and nothing of this one has left.
+      plgpu.wait_smem_to_gmem(0)
     sync(s)
 
     @pl.when(role == 0)
@@ -429,6 +439,9 @@ def _prep_body(
       if "kg_tile" in over_z:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         of_next(i, load_z, s)
+      if announce is not None:
+        # Here, since this warpgroup waits for the other one next.
+        pl.when(i > 0)(lambda: announce_item(i - 1))
 
     return slope
 
@@ -436,7 +449,9 @@ def _prep_body(
   def _():
     lax.fori_loop(0, count, one_item, slope_of(0))
     if announce is not None:
-      announce_item(count - 1)
+      plgpu.wait_smem_to_gmem(0)
+      sync(views())
+      pl.when(role == 1)(lambda: announce_item(count - 1))
 
   plgpu.wait_smem_to_gmem(0)
 
