@@ -227,8 +227,7 @@ def _forward(plan, q, k, v, z, beta, slope, bias, initial, flags, *, with_low):
 
 def _prep_and_scan(plan, local, v, initial, *, with_low):
   """The tiles, and (o, the transposed final state)."""
-  chunks = local[3].shape[2] // CHUNK
-  if follow_lib.pays(*initial.shape[:3], chunks):
+  if follow_lib.leaves_room(*initial.shape[:3]):
     return follow_lib.prep_and_scan(plan, *local, v, initial, with_low=with_low)
   tiles = prep_lib.prep(plan, *local, with_low=with_low)
   return tiles, scan_lib.scan(plan, tiles, v, initial, output=True)

@@ -2,9 +2,8 @@
 
 With few heads the scan takes a part of the chip and is bound by the latency of
 a chunk's chain, so the other blocks prepare chunks at the same time. A counter
-per chunk of a head says that its tiles can be read: either warpgroup of a pair
-adds one when what it stored has arrived, and the scan's loading warpgroup waits
-for both before it asks for the chunk.
+per chunk of a head says that its tiles can be read: prep adds one when all have
+arrived, and the scan's loading warpgroup waits for that before it asks for them.
 
 Blocks that prepare have the lower numbers, so all of them have started when one
 that scans starts, and they wait for no one: nothing can stand still. For the
@@ -27,14 +26,10 @@ from pallas_kernels.kda import mosaic_gpu_scan as scan_lib
 from pallas_kernels.kda import mosaic_gpu_walk as walk_lib
 from pallas_kernels.kda.mosaic_gpu_prep import Plan
 
-# So many blocks prepare a head as fast as it is scanned.
-_BLOCKS_PER_HEAD = 2.9
 
-
-def pays(batch, value_heads, values, chunks):
-  """Whether half of the chip is free beside the scan, and there is an after."""
-  scanning = batch * value_heads * (values // walk_lib.SLICE)
-  return 2 * scanning <= prep_lib.BLOCKS and chunks > 1
+def leaves_room(batch, value_heads, values):
+  """Whether at least half of the chip is free beside the scan's blocks."""
+  return 2 * batch * value_heads * (values // walk_lib.SLICE) <= prep_lib.BLOCKS
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="with_low")
@@ -62,41 +57,35 @@ def prep_and_scan(
   local = (q, k, z, beta, slope, bias, flags)
   batch, value_heads, values, _ = initial.shape
   slices = values // walk_lib.SLICE
-  heads, chunks = batch * value_heads, beta.shape[2] // prep_lib.CHUNK
-  scanning, blocks = heads * slices, prep_lib.num_blocks(plan)
-  preparing = max(blocks - scanning, 1)
-  ahead = chunks_ahead(chunks, heads, preparing)
-  first = prep_lib.Work.of(plan, local, with_low, blocks, 0, ahead)
-  tiles = prep_lib.run_alone(first)
-  arrived = (jnp.arange(chunks) < ahead).astype(jnp.int32)
-  arrived = jnp.broadcast_to(arrived, (batch, value_heads, chunks))
-  work = prep_lib.Work.of(plan, local, with_low, preparing, ahead)
+  scanning = batch * value_heads * slices
+  preparing = max(prep_lib.num_blocks(plan) - scanning, 1)
+  work = prep_lib.Work.of(plan, local, with_low, preparing)
   preparing = work.walk.blocks
-  walk = scan_lib.output_walk(tiles, v, initial)
-  # The rest of the tiles is written where the first are.
-  arrived, tiles = jax.tree.map(jax.new_ref, (arrived, tiles))
+  walk = scan_lib.output_walk(work.tiles(work.out_type), v, initial)
+  arrived = jnp.zeros((batch, value_heads, work.walk.chunks), jnp.int32)
 
   def body(*refs):
     refs = iter(refs)
     operands = [next(refs) for _ in work.operands]
     x, start, arrived = (next(refs) for _ in range(3))
-    tile_refs = jax.tree.map(lambda _: next(refs), tiles)
+    tiles = [next(refs) for _ in work.out_type]
+    outputs = list(refs)
     block = lax.axis_index("block")
 
     @pl.when(block < preparing)
     def _():
       announce = lambda *place: _add_one(arrived.at[place], plan)
-      work.run(*operands, *jax.tree.leaves(tile_refs), announce=announce)
+      work.run(*operands, *tiles, announce=announce)
 
     @pl.when(block >= preparing)
     def _():
       this = block - preparing
-      inputs = scan_lib.named(tile_refs, walk.inputs)
+      inputs = scan_lib.named(work.tiles(tiles), walk.inputs)
       walk_lib.Block(
           plan=plan,
           walk=walk,
           operands=inputs | dict(x=x, initial=start),
-          outputs=list(refs),
+          outputs=outputs,
           place=[
               lax.div(this, value_heads * slices),
               lax.rem(lax.div(this, slices), value_heads),
@@ -109,7 +98,7 @@ def prep_and_scan(
 
   kernel = plgpu.kernel(
       body,
-      out_type=walk.out_type,
+      out_type=[*work.out_type, *walk.out_type],
       grid=(preparing + scanning,),
       grid_names=("block",),
       num_threads=2 * plan.pairs,
@@ -122,22 +111,12 @@ def prep_and_scan(
       ),
       interpret=plan.interpret,
   )
-  changed = (arrived, *jax.tree.leaves(tiles))
-  out, final = kernel(*work.operands, v, initial, *changed)
-  return jax.tree.map(jax.freeze, tiles), (out, final)
-
-
-def chunks_ahead(chunks, heads, preparing):
-  """How many chunks the whole chip should prepare before the scan starts.
-
-  So many that prep ends with the scan; otherwise the scan would wait for it.
-  """
-  share = 1 - preparing / (_BLOCKS_PER_HEAD * heads)
-  return min(max(int(share * chunks), 1), chunks - 1)
+  *tiles, out, final = kernel(*work.operands, v, initial, jax.new_ref(arrived))
+  return work.tiles(tiles), (out, final)
 
 
 def _add_one(counter, plan):
-  """Adds one, after what this warpgroup has stored."""
+  """Adds one, after what has arrived before."""
   if plan.interpret is not None:
     return
 
@@ -151,7 +130,7 @@ def _add_one(counter, plan):
 
 
 def _await(counter, plan):
-  """Waits until both warpgroups have added one, so that copies may read."""
+  """Waits until one has been added, so that copies may read."""
   if plan.interpret is not None:
     return
 

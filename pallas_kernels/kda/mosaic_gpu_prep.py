@@ -107,17 +107,13 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, flags, *, with_low: bool):
     kg_low, what kg lacks as bf16, like kg, or None.
   """
   local = (q, k, z, beta, slope, bias, flags)
-  return run_alone(Work.of(plan, local, with_low, num_blocks(plan)))
-
-
-def run_alone(work):
-  """The tiles from a kernel that does the work and nothing else."""
+  work = Work.of(plan, local, with_low, num_blocks(plan))
   kernel = plgpu.kernel(
       work.run,
       out_type=work.out_type,
       grid=(work.walk.blocks,),
       grid_names=("block",),
-      num_threads=2 * work.plan.pairs,
+      num_threads=2 * plan.pairs,
       thread_name="warpgroup",
       kernel_name="kda_prep",
       compiler_params=plgpu.CompilerParams(
@@ -125,10 +121,9 @@ def run_alone(work):
           unsafe_no_auto_barriers=True,
           lowering_semantics=plgpu.LoweringSemantics.Lane,
       ),
-      interpret=work.plan.interpret,
+      interpret=plan.interpret,
   )
-  tiles = kernel(*work.operands)
-  return tiles if work.with_low else (*tiles, None)
+  return work.tiles(kernel(*work.operands))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,32 +146,25 @@ class Work:
   scratch: dict
   over_z: tuple[str, ...]
 
-  @property
-  def with_low(self):
-    return len(self.out_type) > 7
-
   @classmethod
-  def of(cls, plan, local, with_low, blocks, first=0, stop=None) -> "Work":
-    """For `prep`'s arguments, chunks [first, stop), on so many blocks."""
+  def of(cls, plan, local, with_low, blocks) -> "Work":
+    """For `prep`'s arguments, on so many blocks."""
     q, k, z, beta, slope, bias, flags = local
     batch, _, heads, width = q.shape
     value_heads = z.shape[2]
     chunks = beta.shape[2] // CHUNK
     lead = (batch, value_heads, chunks)
-    chunks = (chunks if stop is None else stop) - first
     tile = jax.ShapeDtypeStruct((*lead, CHUNK, width), jnp.bfloat16)
     square = jax.ShapeDtypeStruct((*lead, CHUNK, CHUNK), jnp.bfloat16)
     vector = jax.ShapeDtypeStruct((*lead, width), jnp.float32)
     scales = jax.ShapeDtypeStruct((*lead, 2, CHUNK), jnp.float32)
-    items = batch * value_heads * chunks
     walk = Walk(
         batch,
         chunks,
         value_heads,
         value_heads // heads,
         plan.pairs,
-        min(blocks, pl.cdiv(items, plan.pairs)),
-        first,
+        min(blocks, pl.cdiv(math.prod(lead), plan.pairs)),
     )
     operands = [q, k, z, beta, slope, bias]
     if plan.masked:
@@ -185,6 +173,11 @@ class Work:
     out_type += [tile] * with_low
     scratch, over_z = _scratch(plan, width, z.dtype, with_low)
     return cls(plan, walk, operands, out_type, scratch, over_z)
+
+  @staticmethod
+  def tiles(outputs):
+    """The outputs, or refs of them, as `prep` returns them."""
+    return (*outputs, None)[:8]
 
   def run(self, *refs, announce=None):
     """Works; all warpgroups of the block come here.
@@ -252,11 +245,7 @@ def num_blocks(plan: Plan) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-  """Which chunk of which head a pair works on, heads fastest, chunks last.
-
-  Attributes:
-    chunks: how many; the chunks before `first` are left out.
-  """
+  """Which chunk of which head a pair works on, heads fastest, chunks last."""
 
   batch: int
   chunks: int
@@ -264,7 +253,6 @@ class Walk:
   heads_per_query: int
   pairs: int
   blocks: int
-  first: int = 0
 
   def count(self, first):
     items = self.batch * self.chunks * self.value_heads
@@ -275,8 +263,7 @@ class Walk:
     index = first + i * (self.pairs * self.blocks)
     head = lax.rem(index, self.value_heads)
     index = lax.div(index, self.value_heads)
-    chunk = lax.div(index, self.batch) + self.first
-    return lax.rem(index, self.batch), chunk, head
+    return lax.rem(index, self.batch), lax.div(index, self.batch), head
 
 
 def _prep_body(
