@@ -197,6 +197,7 @@ def _parts(x):
       "scan": functools.partial(scan_lib.scan, plan, output=True),
       "states": functools.partial(scan_lib.scan, plan, output=False),
       "reverse": functools.partial(scan_lib.reverse_scan, plan),
+      "both": functools.partial(scan_lib.backward_scans, plan),
       "gradient": functools.partial(gradient_lib.gradient, plan),
   }
   tiles = kernels["prep for gradients"](*local)
@@ -207,6 +208,7 @@ def _parts(x):
   arguments |= {
       "prep": local,
       "prep for gradients": local,
+      "both": (*walk, v, state),
       "gradient": (*local, (states, ds, v_new, dv, v)),
   }
   return {

@@ -3,8 +3,10 @@
 Forward: `mosaic_gpu_prep` (everything local to a chunk, chunks in parallel),
 then `mosaic_gpu_scan` (the state from chunk to chunk). Backward: prep again,
 the scan again for the states, the reverse scan, then `mosaic_gpu_gradient`
-(chunks in parallel); nothing but the arguments is kept in between. The L2
-norm, the gate, its sigmoid and its cumulative sum never leave the chip.
+(chunks in parallel); nothing but the arguments is kept in between. A scan of
+few heads leaves half of the chip idle, so prep and the scan then share a
+launch (`mosaic_gpu_follow`), and so do the two scans of the backward pass. The
+L2 norm, the gate, its sigmoid and its cumulative sum never leave the chip.
 README.md has the picture, NOTES.md what each version cost.
 """
 
@@ -18,6 +20,7 @@ from jaxtyping import Float
 from jaxtyping import Int
 
 from pallas_kernels import dispatch
+from pallas_kernels.kda import mosaic_gpu_follow as follow_lib
 from pallas_kernels.kda import mosaic_gpu_gradient as gradient_lib
 from pallas_kernels.kda import mosaic_gpu_prep as prep_lib
 from pallas_kernels.kda import mosaic_gpu_scan as scan_lib
@@ -215,13 +218,19 @@ def _attend(plan, q, k, v, z, beta, slope, bias, initial, flags):
 
 def _forward(plan, q, k, v, z, beta, slope, bias, initial, flags, *, with_low):
   beta = _not_zero(beta, flags)
-  tiles = prep_lib.prep(
-      plan, q, k, z, beta, slope, bias, flags, with_low=with_low
-  )
-  out, final = scan_lib.scan(
-      plan, tiles, v, initial.swapaxes(2, 3), output=True
+  local = (q, k, z, beta, slope, bias, flags)
+  _, (out, final) = _prep_and_scan(
+      plan, local, v, initial.swapaxes(2, 3), with_low=with_low
   )
   return out, final.swapaxes(2, 3)
+
+
+def _prep_and_scan(plan, local, v, initial, *, with_low):
+  """The tiles, and (o, the transposed final state)."""
+  if follow_lib.leaves_room(*initial.shape[:3]):
+    return follow_lib.prep_and_scan(plan, *local, v, initial, with_low=with_low)
+  tiles = prep_lib.prep(plan, *local, with_low=with_low)
+  return tiles, scan_lib.scan(plan, tiles, v, initial, output=True)
 
 
 def _not_zero(beta, flags):
@@ -234,8 +243,8 @@ def _not_zero(beta, flags):
 
 
 def _attend_fwd(plan, *args):
-  # The same prep as the backward pass's: where both are in one program it runs
-  # once.
+  # The same tiles as the backward pass's: where both are in one program they are
+  # made once.
   return _forward(plan, *args, with_low=True), args
 
 
@@ -244,12 +253,17 @@ def _attend_bwd(plan, args, cotangents):
   d_out, d_final = cotangents
   beta = _not_zero(beta, flags)
   local = (q, k, z, beta, slope, bias, flags)
-  tiles = prep_lib.prep(plan, *local, with_low=True)
-  states, v_new = scan_lib.scan(
-      plan, tiles, v, initial.swapaxes(2, 3), output=False
-  )
-  dv, ds, d_initial = scan_lib.reverse_scan(
-      plan, tiles, d_out, d_final.swapaxes(2, 3)
+  initial = initial.swapaxes(2, 3)
+  # The forward pass's call, output and all: where both are one program, XLA
+  # sees equal calls and makes one.
+  tiles, _ = _prep_and_scan(plan, local, v, initial, with_low=True)
+  (states, v_new), (dv, ds, d_initial) = scan_lib.backward_scans(
+      plan,
+      tiles,
+      v,
+      initial,
+      d_out,
+      d_final.swapaxes(2, 3),
   )
   dq, dk, dz, d_beta, sums = gradient_lib.gradient(
       plan, *local, (states, ds, v_new, dv, d_out)

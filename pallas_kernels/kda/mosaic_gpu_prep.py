@@ -43,6 +43,7 @@ from pallas_kernels.kda import mosaic_gpu_warp as warp_lib
 
 CHUNK = 64
 HALF = 32
+BLOCKS = 132  # one per multiprocessor
 LOG2_E = math.log2(math.e)
 NORM_EPSILON = 1e-6
 # A multiple of 2^-14 up to 512 has 23 bits: sums and differences with integers
@@ -105,17 +106,95 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, flags, *, with_low: bool):
     gam [B, HV, N, K] fp32; scales [B, HV, N, 2, 64] fp32, b m^2 and 1 / m;
     kg_low, what kg lacks as bf16, like kg, or None.
   """
-  batch, _, _, width = q.shape
-  value_heads = z.shape[2]
-  chunks = beta.shape[2] // CHUNK
-  lead = (batch, value_heads, chunks)
-  tile = jax.ShapeDtypeStruct((*lead, CHUNK, width), jnp.bfloat16)
-  square = jax.ShapeDtypeStruct((*lead, CHUNK, CHUNK), jnp.bfloat16)
-  vector = jax.ShapeDtypeStruct((*lead, width), jnp.float32)
-  scales = jax.ShapeDtypeStruct((*lead, 2, CHUNK), jnp.float32)
-  items = math.prod(lead)
+  local = (q, k, z, beta, slope, bias, flags)
+  work = Work.of(plan, local, with_low, num_blocks(plan))
+  kernel = plgpu.kernel(
+      work.run,
+      out_type=work.out_type,
+      grid=(work.walk.blocks,),
+      grid_names=("block",),
+      num_threads=2 * plan.pairs,
+      thread_name="warpgroup",
+      kernel_name="kda_prep",
+      compiler_params=plgpu.CompilerParams(
+          approx_math=True,
+          unsafe_no_auto_barriers=True,
+          lowering_semantics=plgpu.LoweringSemantics.Lane,
+      ),
+      interpret=plan.interpret,
+  )
+  return work.tiles(kernel(*work.operands))
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """What prep reads, makes and needs on the chip.
+
+  Attributes:
+    plan: the static part.
+    walk: which block works on what.
+    operands: arrays.
+    out_type: the tiles' shapes.
+    scratch: a block's shared memory and barriers.
+    over_z: names of the tiles that take z's place when it has been read.
+  """
+
+  plan: Plan
+  walk: "Walk"
+  operands: list
+  out_type: list
+  scratch: dict
+  over_z: tuple[str, ...]
+
+  @classmethod
+  def of(cls, plan, local, with_low, blocks) -> "Work":
+    """For `prep`'s arguments, on so many blocks."""
+    q, k, z, beta, slope, bias, flags = local
+    batch, _, heads, width = q.shape
+    value_heads = z.shape[2]
+    chunks = beta.shape[2] // CHUNK
+    lead = (batch, value_heads, chunks)
+    tile = jax.ShapeDtypeStruct((*lead, CHUNK, width), jnp.bfloat16)
+    square = jax.ShapeDtypeStruct((*lead, CHUNK, CHUNK), jnp.bfloat16)
+    vector = jax.ShapeDtypeStruct((*lead, width), jnp.float32)
+    scales = jax.ShapeDtypeStruct((*lead, 2, CHUNK), jnp.float32)
+    walk = Walk(
+        batch,
+        chunks,
+        value_heads,
+        value_heads // heads,
+        plan.pairs,
+        min(blocks, pl.cdiv(math.prod(lead), plan.pairs)),
+    )
+    operands = [q, k, z, beta, slope, bias]
+    if plan.masked:
+      operands.append(flags)
+    out_type = [tile, tile, tile, square, square, vector, scales]
+    out_type += [tile] * with_low
+    scratch, over_z = _scratch(plan, width, z.dtype, with_low)
+    return cls(plan, walk, operands, out_type, scratch, over_z)
+
+  @staticmethod
+  def tiles(outputs):
+    """The outputs, or refs of them, as `prep` returns them."""
+    return (*outputs, None)[:8]
+
+  def run(self, *refs, announce=None):
+    """Works; all warpgroups of the block come here.
+
+    Args:
+      *refs: of the operands and outputs.
+      announce: called with (batch, head, chunk) by one warpgroup of a pair when
+        what both stored of that chunk can be read.
+    """
+    body = functools.partial(
+        _prep_body, self.plan, self.walk, self.over_z, announce, *refs
+    )
+    pl.run_scoped(body, collective_axes="warpgroup", **self.scratch)
+
+
+def _scratch(plan, width, z_dtype, with_low):
   pairs = plan.pairs
-  blocks = min(num_blocks(plan), pl.cdiv(items, pairs))
 
   def smem(shape, dtype, transforms=()):
     return plgpu.SMEM((pairs, *shape), dtype, transforms=transforms)
@@ -126,12 +205,12 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, flags, *, with_low: bool):
   def tile_of(rows, columns):
     return smem((rows, columns), jnp.bfloat16, lanes_lib.TILED)
 
-  z_tile = smem((CHUNK, width), z.dtype)
+  z_tile = smem((CHUNK, width), z_dtype)
   # k-, and below it its first half as the second half's rows see it.
   later = dict(kg_tile=tile_of(CHUNK, width), past=tile_of(CHUNK + HALF, width))
   low = dict(kg_low=tile_of(CHUNK, width)) if with_low else {}
   # What is made after z's end and takes its place, where there is no other.
-  over_z = later if z.dtype == jnp.float32 else low
+  over_z = later if z_dtype == jnp.float32 else low
   scratch = {n: x for n, x in (later | low).items() if n not in over_z}
   if over_z:
     scratch["z_union"] = plgpu.RefUnion(z_tile, list(over_z.values()))
@@ -154,42 +233,19 @@ def prep(plan: Plan, q, k, z, beta, slope, bias, flags, *, with_low: bool):
       pair_barrier=barriers(2),
       tiles_read=barriers(1),
   )
-  operands = [q, k, z, beta, slope, bias]
   if plan.masked:
     scratch["flags"] = smem((CHUNK,), jnp.int32)
-    operands.append(flags)
-  walk = Walk(
-      batch, chunks, value_heads, value_heads // q.shape[2], pairs, blocks
-  )
-  kernel = plgpu.kernel(
-      functools.partial(_prep_body, plan, walk, tuple(over_z)),
-      out_type=[tile, tile, tile, square, square, vector, scales]
-      + [tile] * with_low,
-      scratch_types=scratch,
-      grid=(blocks,),
-      grid_names=("block",),
-      num_threads=2 * pairs,
-      thread_name="warpgroup",
-      kernel_name="kda_prep",
-      compiler_params=plgpu.CompilerParams(
-          approx_math=True,
-          unsafe_no_auto_barriers=True,
-          lowering_semantics=plgpu.LoweringSemantics.Lane,
-      ),
-      interpret=plan.interpret,
-  )
-  tiles = kernel(*operands)
-  return tiles if with_low else (*tiles, None)
+  return scratch, tuple(over_z)
 
 
 def num_blocks(plan: Plan) -> int:
   """Blocks of a persistent kernel; few in the interpreter, so that they loop."""
-  return 2 if plan.interpret is not None else 132
+  return 2 if plan.interpret is not None else BLOCKS
 
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-  """Which chunk of which head a pair works on, heads fastest."""
+  """Which chunk of which head a pair works on, heads fastest, chunks last."""
 
   batch: int
   chunks: int
@@ -207,13 +263,14 @@ class Walk:
     index = first + i * (self.pairs * self.blocks)
     head = lax.rem(index, self.value_heads)
     index = lax.div(index, self.value_heads)
-    return lax.div(index, self.chunks), lax.rem(index, self.chunks), head
+    return lax.rem(index, self.batch), lax.div(index, self.batch), head
 
 
 def _prep_body(
     plan,
     walk,
     over_z,
+    announce,
     q_gm,
     k_gm,
     z_gm,
@@ -221,7 +278,7 @@ def _prep_body(
     slope_gm,
     bias_gm,
     *rest,
-    **scratch,
+    **scratch
 ):
   flags_gm, outputs = rest[: int(plan.masked)], rest[int(plan.masked) :]
   nkgam_gm, qg_gm, kg_gm, aqk_gm, solve_gm, gam_gm, scales_gm, *low_gm = outputs
@@ -280,6 +337,10 @@ def _prep_body(
   def of_next(i, load, s):
     pl.when(i + 1 < count)(lambda: load(i + 1, s))
 
+  def announce_item(i):
+    b, chunk, head = walk.item(first, i)
+    announce(b, head, chunk)
+
   def slope_of(i):
     return slope_gm[walk.item(first, i)[2]]
 
@@ -312,6 +373,9 @@ def _prep_body(
     if not over_z:
       pl.when(role == 1)(lambda: of_next(i, load_z, s))
     _decayed_tiles(plan, lanes_of(role), sums, earlier, s)
+    if announce is not None:
+      # The last item has arrived by now, and nothing of this one has left.
+      plgpu.wait_smem_to_gmem(0)
     sync(s)
 
     @pl.when(role == 0)
@@ -362,12 +426,19 @@ def _prep_body(
       if "kg_tile" in over_z:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         of_next(i, load_z, s)
+      if announce is not None:
+        # Here, since this warpgroup waits for the other one next.
+        pl.when(i > 0)(lambda: announce_item(i - 1))
 
     return slope
 
   @pl.when(count > 0)
   def _():
     lax.fori_loop(0, count, one_item, slope_of(0))
+    if announce is not None:
+      plgpu.wait_smem_to_gmem(0)
+      sync(views())
+      pl.when(role == 1)(lambda: announce_item(count - 1))
 
   plgpu.wait_smem_to_gmem(0)
 

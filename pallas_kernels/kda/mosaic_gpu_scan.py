@@ -34,6 +34,9 @@ from pallas_kernels.kda import mosaic_gpu_walk as walk_lib
 from pallas_kernels.kda.mosaic_gpu_prep import CHUNK
 from pallas_kernels.kda.mosaic_gpu_prep import Plan
 
+# Of `prep`, where kg_low may be None.
+TILES = ("nkgam", "qg", "kg", "aqk", "solve", "gam", "scales", "kg_low")
+
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="output")
 def scan(plan: Plan, tiles, v, initial, *, output: bool):
@@ -51,34 +54,11 @@ def scan(plan: Plan, tiles, v, initial, *, output: bool):
     (states [B, HV, N, V, K] bf16 before each chunk, v' in two parts
     [B, HV, N, 2, 64, V] bf16).
   """
-  nkgam, qg, kg, aqk, solve, gam, scales, kg_low = tiles
-  batch, value_heads, chunks, _, width = nkgam.shape
-  values = v.shape[-1]
-  inputs = dict(nkgam=nkgam, kg=kg, solve=solve, gam=gam, scales=scales)
   if output:
-    inputs |= dict(qg=qg, aqk=aqk)
-    out_type = [
-        jax.ShapeDtypeStruct(v.shape, jnp.bfloat16),
-        jax.ShapeDtypeStruct(initial.shape, jnp.float32),
+    return walk_lib.walk(plan, output_walk(tiles, v, initial), name="kda_scan")[
+        0
     ]
-  else:
-    inputs["kg_low"] = kg_low
-    lead = (batch, value_heads, chunks)
-    out_type = [
-        jax.ShapeDtypeStruct((*lead, values, width), jnp.bfloat16),
-        jax.ShapeDtypeStruct((*lead, 2, CHUNK, values), jnp.bfloat16),
-    ]
-  kind = _Output if output else _States
-  return walk_lib.walk(
-      plan,
-      inputs,
-      v,
-      initial,
-      out_type,
-      kind,
-      reverse=False,
-      name="kda_scan" if output else "kda_states",
-  )
+  return walk_lib.walk(plan, _states(tiles, v, initial), name="kda_states")[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -95,31 +75,89 @@ def reverse_scan(plan: Plan, tiles, do, final):
     dv [B, T, HV, V] bf16, ds [B, HV, N, V, K] bf16 after each chunk, and
     the initial state's [B, HV, V, K] fp32.
   """
-  nkgam, qg, kg, aqk, solve, gam, scales, _ = tiles
-  batch, value_heads, chunks, _, width = nkgam.shape
-  values = do.shape[-1]
-  inputs = dict(
-      nkgam=nkgam, qg=qg, kg=kg, aqk=aqk, solve=solve, gam=gam, scales=scales
+  walk = _reverse(plan, tiles, do, final)
+  return walk_lib.walk(plan, walk, name="kda_reverse")[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def backward_scans(plan: Plan, tiles, v, initial, do, final):
+  """`scan` without output and `reverse_scan`, bit for bit.
+
+  Few heads leave half of the chip idle in either, so they run side by side.
+
+  Args:
+    plan: the static part.
+    tiles: what `mosaic_gpu_prep.prep` returned.
+    v: see `scan`.
+    initial: see `scan`.
+    do: see `reverse_scan`.
+    final: see `reverse_scan`.
+
+  Returns:
+    (states, v'), (dv, ds, the gradient of the initial state).
+  """
+  walks = _states(tiles, v, initial), _reverse(plan, tiles, do, final)
+  if walk_lib.are_one_wave(*walks):
+    return walk_lib.walk(plan, *walks, name="kda_backward_scans")
+  return (
+      scan(plan, tiles, v, initial, output=False),
+      reverse_scan(plan, tiles, do, final),
   )
+
+
+def output_walk(tiles, v, initial):
+  """The walk of `scan` with output."""
+  keys = ("nkgam", "kg", "solve", "gam", "scales", "qg", "aqk")
+  return walk_lib.Walk(
+      _Output,
+      named(tiles, keys),
+      v,
+      initial,
+      [
+          jax.ShapeDtypeStruct(v.shape, jnp.bfloat16),
+          jax.ShapeDtypeStruct(initial.shape, jnp.float32),
+      ],
+  )
+
+
+def _states(tiles, v, initial):
+  *lead, _, width = tiles[0].shape
+  values = v.shape[-1]
+  return walk_lib.Walk(
+      _States,
+      named(tiles, ("nkgam", "kg", "solve", "gam", "scales", "kg_low")),
+      v,
+      initial,
+      [
+          jax.ShapeDtypeStruct((*lead, values, width), jnp.bfloat16),
+          jax.ShapeDtypeStruct((*lead, 2, CHUNK, values), jnp.bfloat16),
+      ],
+  )
+
+
+def _reverse(plan, tiles, do, final):
+  *lead, _, width = tiles[0].shape
+  inputs = named(tiles, TILES[:-1])
   if plan.masked:
-    inputs["again"] = scales  # which rows are padding, with do
-  out_type = [
-      jax.ShapeDtypeStruct(do.shape, jnp.bfloat16),
-      jax.ShapeDtypeStruct(
-          (batch, value_heads, chunks, values, width), jnp.bfloat16
-      ),
-      jax.ShapeDtypeStruct(final.shape, jnp.float32),
-  ]
-  return walk_lib.walk(
-      plan,
+    inputs["again"] = inputs["scales"]  # which rows are padding, with do
+  return walk_lib.Walk(
+      _Reverse,
       inputs,
       do,
       final,
-      out_type,
-      _Reverse,
+      [
+          jax.ShapeDtypeStruct(do.shape, jnp.bfloat16),
+          jax.ShapeDtypeStruct((*lead, do.shape[-1], width), jnp.bfloat16),
+          jax.ShapeDtypeStruct(final.shape, jnp.float32),
+      ],
       reverse=True,
-      name="kda_reverse",
   )
+
+
+def named(tiles, keys):
+  """{key: tile} of those that `prep` returned."""
+  tiles = dict(zip(TILES, tiles, strict=True))
+  return {key: tiles[key] for key in keys}
 
 
 class _Forward(walk_lib.Steps):

@@ -3,15 +3,18 @@
 One warpgroup per 64 value channels takes the `Steps` of each chunk. The last
 warpgroup moves: it loads the tiles of chunk n + STAGES where those of chunk n
 were as soon as these are read, part by part, and stores what the others wrote
-to shared memory.
+to shared memory. A kernel can hold several walks, a block takes one of them.
 
 The interpreter has no accumulators with a start value and no left operands in
 registers; `Accumulator` stands in for both.
 """
 
+from collections.abc import Callable
 import dataclasses
 import functools
+import math
 
+import jax
 from jax import lax
 from jax import numpy as jnp
 from jax.experimental import pallas as pl
@@ -23,74 +26,115 @@ from pallas_kernels.kda.mosaic_gpu_prep import COLUMN
 
 SLICE = 64  # value channels of a warpgroup: the rows of a wgmma
 STAGES = 2
+_PARTS = ("enter", "solve", "leave")  # of a chunk, each loaded as one
 # Up to half the chip's 132 multiprocessors, a block per slice is one wave.
 _FEW_HEADS = 66
 _STEPS_REGISTERS, _MOVE_REGISTERS = 240, 24
 
 
-def walk(plan, inputs, x, initial, out_type, kind, *, reverse, name):
-  """Walks the chunks of every head.
+@dataclasses.dataclass(frozen=True)
+class Walk:
+  """A way through the chunks of every head.
 
-  Args:
-    plan: the static part.
+  Attributes:
+    kind: the class of steps.
     inputs: the tiles by name, [B, HV, N, ...].
     x: [B, T, HV, V] bf16.
     initial: [B, HV, V, K] fp32, the state's start.
     out_type: the outputs' shapes.
-    kind: the class of steps.
     reverse: whether to start at the last chunk.
-    name: of the kernel.
   """
-  batch, value_heads, values, width = initial.shape
-  chunks = inputs["gam"].shape[2]
+
+  kind: type
+  inputs: dict
+  x: jax.Array
+  initial: jax.Array
+  out_type: list
+  reverse: bool = False
+
+  @property
+  def operands(self):
+    """What the kernel reads, by name."""
+    return self.inputs | dict(x=self.x, initial=self.initial)
+
+  @property
+  def parts(self):
+    """{part: names} of what is loaded as one."""
+    return {
+        part: tuple(key for key in keys if key == "x" or key in self.inputs)
+        for part, keys in self.kind.loads.items()
+    }
+
+  def memory(self, groups, interpret):
+    """A block's shared memory by name."""
+    tiled = lanes_lib.TILED
+    width = self.initial.shape[-1]
+
+    def staged(shape, dtype):
+      transforms = tiled if dtype == jnp.bfloat16 else ()
+      return plgpu.SMEM((STAGES, *shape), dtype, transforms=transforms)
+
+    def leaving(*shape):
+      return plgpu.SMEM((groups, *shape), jnp.bfloat16, transforms=tiled)
+
+    memory = {
+        f"{key}_in": staged(array.shape[3:], array.dtype)
+        for key, array in self.inputs.items()
+    }
+    memory["x_in"] = staged((groups, CHUNK, SLICE), jnp.bfloat16)
+    memory["rows_out"] = leaving(self.kind.row_tiles, CHUNK, SLICE)
+    if self.kind.states_output is not None:
+      memory["state_out"] = leaving(SLICE, width)
+    memory["pin"] = plgpu.SMEM((groups, CHUNK), jnp.float32)
+    if interpret:
+      memory["stage"] = leaving(SLICE, width)
+    return memory
+
+
+def are_one_wave(*walks):
+  """Whether all blocks of these walks fit on the chip, one per slice."""
+  slices = sum(math.prod(w.initial.shape[:3]) // SLICE for w in walks)
+  return slices <= 2 * _FEW_HEADS
+
+
+def walk(plan, *walks, name):
+  """Walks the chunks of every head.
+
+  Args:
+    plan: the static part.
+    *walks: `Walk`s of the same heads and chunks, none of which needs what
+      another makes; a block takes one of them.
+    name: of the kernel.
+
+  Returns:
+    The outputs of each walk.
+  """
+  batch, value_heads, values, _ = walks[0].initial.shape
   slices = values // SLICE
   groups = 1 if batch * value_heads <= _FEW_HEADS else slices
-  parts = {
-      part: tuple(key for key in keys if key == "x" or key in inputs)
-      for part, keys in kind.loads.items()
-  }
-  order = list(parts)
-  copies = {
-      part: len(keys) + (groups - 1) * ("x" in keys)
-      for part, keys in parts.items()
-  }
+  # What several of them read is passed once.
+  operands = {id(a): a for w in walks for a in w.operands.values()}
 
-  def body(*refs, **smem):
-    operands = dict(zip([*inputs, "x", "initial"], refs))
-    block = _Block(
-        plan=plan,
-        kind=kind,
-        smem=smem,
-        operands=operands,
-        outputs=refs[len(operands) :],
-        chunks=chunks,
-        groups=groups,
-        reverse=reverse,
-        parts=parts,
-        idle={part: max(copies.values()) - n for part, n in copies.items()},
-    )
-    role = lax.axis_index("warpgroup")
-
-    @pl.when(role < groups)
-    def _():
-      plgpu.set_max_registers(_STEPS_REGISTERS, action="increase")
-      squares = [plgpu.ACC((SLICE, CHUNK)) for _ in range(kind.squares)]
-      run = functools.partial(_take_steps, block, role)
-      pl.run_scoped(run, plgpu.ACC((SLICE, width)), *squares)
-
-    @pl.when(role == groups)
-    def _():
-      plgpu.set_max_registers(_MOVE_REGISTERS, action="decrease")
-      _move(block)
+  def body(*refs):
+    place = [lax.axis_index(name) for name in ("batch", "head", "slice")]
+    inputs, outputs = dict(zip(operands, refs)), iter(refs[len(operands) :])
+    for i, one in enumerate(walks):
+      block = Block(
+          plan=plan,
+          walk=one,
+          operands={key: inputs[id(a)] for key, a in one.operands.items()},
+          outputs=[next(outputs) for _ in one.out_type],
+          place=place,
+          groups=groups,
+      )
+      mine = lax.axis_index("walk") == i if len(walks) > 1 else True
+      pl.when(mine)(block.run)
 
   kernel = plgpu.kernel(
       body,
-      out_type=out_type,
-      scratch_types=_scratch(
-          inputs, kind, groups, order, copies, width, plan.interpret is not None
-      ),
-      grid=(batch, value_heads, slices // groups),
-      grid_names=("batch", "head", "slice"),
+      out_type=[shape for one in walks for shape in one.out_type],
+      grid=(batch, value_heads, slices // groups, len(walks)),
+      grid_names=("batch", "head", "slice", "walk"),
       num_threads=groups + 1,
       thread_name="warpgroup",
       kernel_name=name,
@@ -101,64 +145,90 @@ def walk(plan, inputs, x, initial, out_type, kind, *, reverse, name):
       ),
       interpret=plan.interpret,
   )
-  return kernel(*inputs.values(), x, initial)
-
-
-def _scratch(inputs, kind, groups, order, copies, width, interpret):
-  tiled = lanes_lib.TILED
-
-  def staged(shape, dtype):
-    transforms = tiled if dtype == jnp.bfloat16 else ()
-    return plgpu.SMEM((STAGES, *shape), dtype, transforms=transforms)
-
-  def leaving(*shape):
-    return plgpu.SMEM((groups, *shape), jnp.bfloat16, transforms=tiled)
-
-  scratch = {
-      f"{key}_in": staged(array.shape[3:], array.dtype)
-      for key, array in inputs.items()
-  }
-  scratch["x_in"] = staged((groups, CHUNK, SLICE), jnp.bfloat16)
-  scratch["rows_out"] = leaving(kind.row_tiles, CHUNK, SLICE)
-  if kind.states_output is not None:
-    scratch["state_out"] = leaving(SLICE, width)
-  scratch["pin"] = plgpu.SMEM((groups, CHUNK), jnp.float32)
-  if interpret:
-    scratch["stage"] = leaving(SLICE, width)
-  barriers = functools.partial(plgpu.Barrier, num_barriers=STAGES * len(order))
-  scratch["loaded"] = barriers(num_arrivals=max(copies.values()))
-  scratch["consumed"] = barriers(num_arrivals=groups)
-  scratch["written"] = plgpu.Barrier(num_arrivals=groups)
-  scratch["stored"] = plgpu.Barrier()
-  return scratch
+  outputs = iter(kernel(*operands.values()))
+  return [[next(outputs) for _ in one.out_type] for one in walks]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Block:
-  """What is the same for all chunks of a block.
+class Block:
+  """One block's way through the chunks of a head.
 
   Attributes:
-    parts: {part: names} of what is loaded as one.
-    idle: {part: arrivals} that a part's barrier gets besides those of copies, so
-      that all parts have as many.
+    plan: the static part.
+    walk: the way.
+    operands: the kernel's refs by the names of `walk.operands`.
+    outputs: those of `walk.out_type`.
+    place: batch, head and the first slice, in units of `groups`.
+    groups: slices of the block, a warpgroup each.
+    idle: warpgroups of the kernel that have nothing to do here.
+    await_chunk: called with (batch, head, chunk) before a chunk is loaded.
+    smem: shared memory and barriers by name, while it runs.
   """
 
   plan: object
-  kind: type
-  smem: dict
+  walk: Walk
   operands: dict
-  outputs: tuple
-  chunks: int
+  outputs: list
+  place: list
   groups: int
-  reverse: bool
-  parts: dict
-  idle: dict
+  idle: int = 0
+  await_chunk: Callable | None = None
+  smem: dict = dataclasses.field(default_factory=dict)
+
+  def run(self):
+    """Walks; all warpgroups of the block come here."""
+    parts = functools.partial(plgpu.Barrier, num_barriers=STAGES * len(_PARTS))
+    scratch = self.walk.memory(self.groups, self.plan.interpret is not None)
+    scratch |= dict(
+        loaded=parts(num_arrivals=max(self.copies.values())),
+        consumed=parts(num_arrivals=self.groups),
+        written=plgpu.Barrier(num_arrivals=self.groups),
+        stored=plgpu.Barrier(),
+    )
+    pl.run_scoped(self._run, collective_axes="warpgroup", **scratch)
+
+  def _run(self, **smem):
+    block = dataclasses.replace(self, smem=smem)
+    role = lax.axis_index("warpgroup")
+
+    @pl.when(role < self.groups)
+    def _():
+      plgpu.set_max_registers(_STEPS_REGISTERS, action="increase")
+      squares = range(self.walk.kind.squares)
+      squares = [plgpu.ACC((SLICE, CHUNK)) for _ in squares]
+      state = plgpu.ACC((SLICE, self.walk.initial.shape[-1]))
+      pl.run_scoped(
+          functools.partial(_take_steps, block, role), state, *squares
+      )
+
+    @pl.when(role == self.groups)
+    def _():
+      plgpu.set_max_registers(_MOVE_REGISTERS, action="decrease")
+      _move(block)
+
+    if self.idle:
+      # Their registers are what the state's warpgroup takes.
+      @pl.when(role > self.groups)
+      def _():
+        plgpu.set_max_registers(_MOVE_REGISTERS, action="decrease")
+
+  @property
+  def copies(self):
+    """{part: how many copies load it}."""
+    return {
+        part: len(keys) + (self.groups - 1) * ("x" in keys)
+        for part, keys in self.walk.parts.items()
+    }
+
+  @property
+  def chunks(self):
+    return self.operands["gam"].shape[2]
 
   def at(self, n):
     """Indices of the n-th chunk on the way."""
     n = jnp.asarray(n, jnp.int32)  # the last rows may not fill their chunk
-    chunk = self.chunks - 1 - n if self.reverse else n
-    return lax.axis_index("batch"), lax.axis_index("head"), chunk
+    chunk = self.chunks - 1 - n if self.walk.reverse else n
+    return *self.place[:2], chunk
 
   def rows(self, n, ref, group=0):
     """A slice of the chunk's rows in a [B, T, HV, V] array."""
@@ -167,12 +237,11 @@ class _Block:
     return ref.at[b, rows, head, self.columns(group)]
 
   def columns(self, group):
-    first = lax.axis_index("slice") * self.groups
+    first = self.place[2] * self.groups
     return pl.ds((first + group) * SLICE, SLICE)
 
   def here(self, n, group=0):
-    order = list(self.parts)
-    return _Here(self.plan, self.smem, lax.rem(n, STAGES), group, order)
+    return _Here(self.plan, self.smem, lax.rem(n, STAGES), group)
 
   def accumulator(self, ref, group=0):
     stage = self.smem["stage"].at[group] if "stage" in self.smem else None
@@ -181,7 +250,7 @@ class _Block:
 
 def _take_steps(block, group, *refs):
   """The chain: the state's warpgroup, from the first chunk to the last."""
-  kind, chunks = block.kind, block.chunks
+  kind, chunks = block.walk.kind, block.chunks
   steps = kind(*(block.accumulator(ref, group) for ref in refs))
   at = (*block.at(0)[:2], block.columns(group))
   state = plgpu.load(
@@ -227,13 +296,16 @@ def _take_steps(block, group, *refs):
 
 def _move(block):
   """Loads what the chain needs and stores what it wrote."""
-  kind, smem, chunks = block.kind, block.smem, block.chunks
+  kind, smem, chunks = block.walk.kind, block.smem, block.chunks
+  parts, most = block.walk.parts, max(block.copies.values())
   has_states = kind.states_output is not None
 
   def load(part, n):
     slot = block.here(n).slot
     ready = smem["loaded"].at[block.here(n).barrier(part)]
-    for key in block.parts[part]:
+    if block.await_chunk is not None and part == _PARTS[0]:
+      block.await_chunk(*block.at(n))
+    for key in parts[part]:
       if key == "x":
         for i in range(block.groups):
           source = block.rows(n, block.operands["x"], i)
@@ -241,7 +313,7 @@ def _move(block):
       else:
         source = block.operands[key].at[block.at(n)]
         plgpu.copy_gmem_to_smem(source, smem[f"{key}_in"].at[slot], ready)
-    for _ in range(block.idle[part]):
+    for _ in range(most - block.copies[part]):
       plgpu.barrier_arrive(ready)
 
   def store(rows_of, state_of):
@@ -260,7 +332,7 @@ def _move(block):
 
   def turn(old, new, following):
     """What chunk `old` leaves is stored, what it read is loaded over."""
-    for part in block.parts:
+    for part in parts:
       if part == "leave":
         store(old, following)
       block.here(old).wait_consumed(part)
@@ -273,7 +345,7 @@ def _move(block):
 
   ahead = min(STAGES, chunks)
   for n in range(ahead):
-    for part in block.parts:
+    for part in parts:
       load(part, n)
   if has_states:
     store(None, 0)
@@ -290,12 +362,12 @@ def _move(block):
 class _Here:
   """One chunk's view of shared memory."""
 
-  def __init__(self, plan, smem, slot, group, order):
+  def __init__(self, plan, smem, slot, group):
     self.plan, self.smem, self.slot, self.group = plan, smem, slot, group
-    self.order, self.interpret = order, plan.interpret is not None
+    self.interpret = plan.interpret is not None
 
   def barrier(self, part):
-    return self.order.index(part) * STAGES + self.slot
+    return _PARTS.index(part) * STAGES + self.slot
 
   def wait(self, part):
     """Until that part of the kernel's `loads` is there."""

@@ -124,11 +124,31 @@ class MosaicGpuScanTest(parameterized.TestCase):
     plan = _plan(False, detect_races=True)
     tiles = tuple(tiles[name] for name in NAMES)
     with races.none_found():
-      for output in (True, False):
-        got = mosaic_gpu_scan.scan(plan, tiles, x, state, output=output)
-        jax.block_until_ready(got)
-      got = mosaic_gpu_scan.reverse_scan(plan, tiles, x, state)
+      got = mosaic_gpu_scan.scan(plan, tiles, x, state, output=True)
       jax.block_until_ready(got)
+      got = mosaic_gpu_scan.backward_scans(plan, tiles, x, state, x, state)
+      jax.block_until_ready(got)
+
+  def test_side_by_side_the_backward_scans_give_the_same_bits(self):
+    tiles, x, state = _tiles(128, True)
+    plan, tiles = _plan(True), tuple(tiles[name] for name in NAMES)
+    forward, reverse = (tiles, x, state), (tiles, 0.5 * x, -state)
+    wanted = (
+        mosaic_gpu_scan.scan(plan, *forward, output=False),
+        mosaic_gpu_scan.reverse_scan(plan, *reverse),
+    )
+    calls = []
+
+    def walk(*args, **kwargs):
+      calls.append(kwargs["name"])
+      return real(*args, **kwargs)
+
+    real = mosaic_gpu_walk.walk
+    with mock.patch.object(mosaic_gpu_walk, "walk", walk):
+      got = mosaic_gpu_scan.backward_scans(plan, *forward, *reverse[1:])
+    self.assertEqual(calls, ["kda_backward_scans"])
+    for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
+      np.testing.assert_array_equal(a, b)
 
 
 if __name__ == "__main__":
