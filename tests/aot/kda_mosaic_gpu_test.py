@@ -21,6 +21,15 @@ _FEW_HEADS_BACKWARD = _FEW_HEADS_FORWARD | {
 _GIB = 2**30
 
 
+def _packed(x, cotangent, segment_ids):
+  """Forward and backward of documents in a row, or of none if given None."""
+  run = lambda x: api.fused_kda(
+      **x, segment_ids=segment_ids, implementation="mosaic_gpu"
+  )[0]
+  out, vjp = jax.vjp(run, x)
+  return out, vjp(cotangent)
+
+
 class KdaResourcesTest(absltest.TestCase):
 
   def setUp(self):
@@ -50,33 +59,15 @@ class KdaResourcesTest(absltest.TestCase):
     self.assertLess(temporary, 2.0 * _GIB)
 
   def test_packed_documents_that_end_within_a_chunk_fit_too(self):
-
-    def forward_and_backward(x, cotangent, segment_ids):
-      run = lambda x: api.fused_kda(
-          **x, segment_ids=segment_ids, implementation="mosaic_gpu"
-      )[0]
-      out, vjp = jax.vjp(run, x)
-      return out, vjp(cotangent)
-
     x = arg_specs.ArgSpec(1, 1000, 96, 96).shapes()
     ids = jax.ShapeDtypeStruct((1, 1000), jnp.int32)
-    _, kernels = aot.kernel_resources(forward_and_backward, x, x["v"], ids)
+    _, kernels = aot.kernel_resources(_packed, x, x["v"], ids)
     self.check(kernels, _BACKWARD | {"kda_gradient": 36})
 
   def test_few_heads_take_three_kernels_forward_and_backward(self):
-
-    def forward_and_backward(x, cotangent, segment_ids):
-      run = lambda x: api.fused_kda(
-          **x, segment_ids=segment_ids, implementation="mosaic_gpu"
-      )[0]
-      out, vjp = jax.vjp(run, x)
-      return out, vjp(cotangent)
-
     x = arg_specs.ArgSpec(1, 1000, 32, 32).shapes()
     for ids in (None, jax.ShapeDtypeStruct((1, 1000), jnp.int32)):
-      compiled, kernels = aot.kernel_resources(
-          forward_and_backward, x, x["v"], ids
-      )
+      compiled, kernels = aot.kernel_resources(_packed, x, x["v"], ids)
       self.check(kernels, _FEW_HEADS_BACKWARD)
       # The backward pass has no tiles of its own: XLA sees equal calls.
       calls = compiled.as_text().count('custom_call_target="mosaic_gpu_v2"')
